@@ -21,7 +21,6 @@ import tempfile
 import time
 
 import common
-
 import gin
 
 _AT = 20

@@ -56,6 +56,7 @@ def names():
 def make(name, axes=None):
   """Return the optimizer's definition, which has been told the axes of the parameters."""
   import gin
+
   from t5x_lite import gin_utils
   from t5x_lite.configuration import syntax as gin_syntax
 

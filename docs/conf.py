@@ -40,8 +40,8 @@ nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_execution_timeout = 600
 suppress_warnings = ['myst-nb.lexer']  # cells that are not executed have no colours
-# IPython writes the output of `%%bash` in pieces of 100 bytes: join them. The kernel runs on the machine that builds, so
-# its warning about TCP without encryption does not apply.
+# IPython writes the output of `%%bash` in pieces of 100 bytes: join them. The kernel runs on the machine that
+# builds, so its warning about TCP without encryption does not apply.
 nbclient.NotebookClient.__init__ = functools.partialmethod(
   nbclient.NotebookClient.__init__,
   coalesce_streams=True,

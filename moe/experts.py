@@ -124,8 +124,9 @@ class ExpertParams(nn.Module):
   @nn.compact
   def __call__(self, width: int) -> MlpParams:
     """Return the parameters for tokens of size `width`."""
-    gated = len(self.mlp.activations) > 1
-    names = [f'wi_{i}' if gated else 'wi' for i in range(len(self.mlp.activations))]
+    names = ['wi']
+    if len(self.mlp.activations) > 1:  # gated
+      names = [f'wi_{i}' for i in range(len(self.mlp.activations))]
 
     def projection(name, shape, axes):
       return _Projections(self.num_experts, shape, axes, self.mlp, name=name)()

@@ -303,7 +303,7 @@ def fsync(path: str | os.PathLike[str]) -> None:
     os.close(fd)
 
 
-def fsync_tree(root: pathlib.Path) -> None:
+def fsync_tree(root: Path) -> None:
   """Wait until everything below `root`, and `root`'s own entries, are on disk."""
   paths = [path for path in root.rglob('*') if not path.is_symlink()]
   with concurrent.futures.ThreadPoolExecutor(NUM_THREADS, thread_name_prefix='files-fsync') as pool:

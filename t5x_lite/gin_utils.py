@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Protocol
 
 import gin
 from gin import config as gin_config
+
 from t5x_lite import checks
 from t5x_lite import files
 from t5x_lite.compat import names as t5x_names

@@ -23,6 +23,8 @@ from t5x_lite.errors import ConfigError
 
 PyTree = Any
 _PREFIX = 'layers_'
+# (name of a stack, its layers that are stacked).
+_Group = tuple[str, tuple[int, ...]]
 
 
 def layer_name(layer: int) -> str:
@@ -125,7 +127,7 @@ class LayerStacks:
       whose arrays are stacked.
   """
 
-  groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
+  groups: tuple[_Group, ...] = ()
 
   def __bool__(self) -> bool:
     return bool(self.groups)
@@ -191,7 +193,8 @@ class LayerStacks:
     def rename(path: str) -> str:
       names = path.split('/')
       pairs = zip(names, names[1:], strict=False)
-      return '/'.join([*names[:1], *(renamed.get(pair, pair[1]) for pair in pairs)])
+      names[1:] = [renamed.get(pair, pair[1]) for pair in pairs]
+      return '/'.join(names)
 
     return _in_order(map(rename, paths))
 

@@ -54,7 +54,8 @@ class WeightMetricsComputer:
       **_rms('weight_update_divided_by_weight_rms', relative),
     }
     for path, w in tree_utils.named_leaves(new):
-      values[f'weight_max/{path}'] = jnp.max(jnp.abs(w), axis=_parameter_dims(path, w))
+      dims = _parameter_dims(path, w)
+      values[f'weight_max/{path}'] = jnp.max(jnp.abs(w), axis=dims)
     metrics = {}
     for name, value in values.items():
       metrics[name] = metrics_lib.AveragePerStep(total=value, steps=1)
@@ -113,10 +114,12 @@ def _rms(name: str, tree: PyTree) -> dict[str, Array]:
     sums[f'{name}/{path}'] = total
     sizes.append(x.size // total.size)
   # Means and roots of one array, instead of kernels for each parameter.
-  bounds = np.cumsum([0, *(x.size for x in sums.values())])
+  totals = [x.ravel() for x in sums.values()]
+  num_sums = [x.size for x in totals]
   # [number of sums]: number of squares in each sum.
-  counts = np.repeat(np.asarray(sizes, np.float32), np.diff(bounds))
-  means = jnp.concatenate([x.ravel() for x in sums.values()]) / counts
+  counts = np.repeat(np.asarray(sizes, np.float32), num_sums)
+  means = jnp.concatenate(totals) / counts
+  bounds = np.cumsum([0, *num_sums])
   roots = jnp.split(jnp.sqrt(means), bounds[1:-1])
   found = {}
   for (name, total), root in zip(sums.items(), roots, strict=True):

@@ -8,11 +8,11 @@ import shutil
 import signal
 import tempfile
 
+import gin
+from gin import config as gin_config
 from packaging import version
 import pytest
 
-import gin
-from gin import config as gin_config
 from t5x_lite import module_imports
 from t5x_lite import runtime
 from tests import stores

@@ -4,9 +4,9 @@ import subprocess
 import sys
 import textwrap
 
+import gin
 import pytest
 
-import gin
 from t5x_lite import gin_utils
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError

@@ -103,7 +103,9 @@ def mosaic_gpu_product(rows: jax.Array, kernels: jax.Array, group_sizes: jax.Arr
 def _mosaic_product(rows, kernels, group_sizes, *, transpose):
   from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu  # Importable only in GPU builds.
 
-  width = kernels.shape[1 if transpose else 2]
+  _, dim_in, width = kernels.shape
+  if transpose:
+    width = dim_in
   return ragged_dot_mgpu.ragged_dot(
     rows,
     kernels,
@@ -355,9 +357,11 @@ class ProductBlocks:
   def mlp(
     self, params: MlpParams, rows: jax.Array, block: Block, spec: MlpSpec, keep: jax.Array | None
   ) -> jax.Array:
-    return _product_mlp(
-      self.product_fn, params, rows[0], block.groups, spec, None if keep is None else keep[0]
-    )[None]
+    if keep is not None:
+      keep = keep[0]
+    # A block is one tile.
+    y = _product_mlp(self.product_fn, params, rows[0], block.groups, spec, keep)
+    return y[None]
 
 
 def mlp_by_products(

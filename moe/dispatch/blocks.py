@@ -103,13 +103,11 @@ def _in_blocks(blocks, spec, params, x, plan, group_sizes, keep):
 
   def step(index, y):
     tiles = loop.tiles(index)
-    out = blocks.mlp(
-      blocks.params_of(params, tiles.block),
-      loop.take(x, tiles),
-      tiles.block,
-      spec,
-      None if keep is None else keep.of_rows(tiles.rows),
-    )
+    tile_keep = None
+    if keep is not None:
+      tile_keep = keep.of_rows(tiles.rows)
+    block_params = blocks.params_of(params, tiles.block)
+    out = blocks.mlp(block_params, loop.take(x, tiles), tiles.block, spec, tile_keep)
     return loop.put(y, out, tiles)
 
   return loop.run(step, loop.zeros(x))[: loop.num_rows]
@@ -152,7 +150,9 @@ def _backward(blocks, spec, residuals, grad):
   def step(index, state):
     x_grad, total = state
     tiles = loop.tiles(index)
-    tile_keep = None if keep is None else keep.of_rows(tiles.rows)
+    tile_keep = None
+    if keep is not None:
+      tile_keep = keep.of_rows(tiles.rows)
     _, pull = jax.vjp(
       lambda params, rows: blocks.mlp(params, rows, tiles.block, spec, tile_keep),
       blocks.params_of(params, tiles.block),
@@ -165,9 +165,9 @@ def _backward(blocks, spec, residuals, grad):
   zeros = jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), params)
   x_grad, total = loop.run(step, (loop.zeros(x), zeros))
   params_grad = jax.tree.map(lambda total, param: total.astype(param.dtype), total, params)
-  return params_grad, x_grad[: loop.num_rows] if plan is None else plans.sum_of_choices(
-    x_grad, plan, x.shape[0]
-  )
+  if plan is None:
+    return params_grad, x_grad[: loop.num_rows]
+  return params_grad, plans.sum_of_choices(x_grad, plan, x.shape[0])
 
 
 @dataclasses.dataclass(frozen=True)

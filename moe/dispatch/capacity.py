@@ -69,7 +69,7 @@ def einsum_dispatch(
   )
   # [groups, tokens, experts, slots] each.
   dispatch_mask, combine_weights = routing.masks()
-  # [experts, groups, slots, width]: products with 0 and 1, which are exact in any dtype.
+  # [experts, groups, slots, width]: for choices, products with 0 and 1, which are exact in any dtype.
   buffers = jnp.einsum('gtec,gtd->egcd', dispatch_mask.astype(spec.dtype), x.astype(spec.dtype))
   buffers = experts_fn(buffers, routing.choice_ids())
   # [groups, tokens, width]: sum of the outputs of a token's experts, weighted by the gates.

@@ -94,10 +94,11 @@ def _ragged(rows, sizes, num_received, axis_name):
 
 def _by_blocks(rows, sizes, num_received, block, axis_name):
   shard = jax.lax.axis_index(axis_name)
-  # Rows of a block after its part are not read.
+  # [receivers, block, width]: `all_to_all` moves equal parts, of which the rows after the own part are not read.
   source = _starts(sizes[shard])[:, None] + jnp.arange(block, dtype=jnp.int32)
   blocks = jnp.take(rows, source, axis=0, mode='clip')
   blocks = jax.lax.all_to_all(blocks, axis_name, split_axis=0, concat_axis=0)
+  # [received rows]: sender of each row, then its position in the blocks; rows are ordered by sender, without gaps.
   arriving = sizes[:, shard]
   row = jnp.arange(num_received, dtype=jnp.int32)
   sender = jnp.searchsorted(jnp.cumsum(arriving), row, side='right').astype(jnp.int32)

@@ -274,10 +274,12 @@ def _map(
         y = jax.lax.psum(y, layout.mlp_axes)
       return y, number
 
-    by_token = PartitionSpec(layout.token_axes or None)
-    out_spec = PartitionSpec(
-      layout.token_axes or None, *[None] * (dims - 2), layout.mlp_axes if scatters else None
-    )
+    token_axes = layout.token_axes or None
+    by_token = PartitionSpec(token_axes)
+    width_axes = None
+    if scatters:
+      width_axes = layout.mlp_axes
+    out_spec = PartitionSpec(token_axes, *[None] * (dims - 2), width_axes)
     return jax.shard_map(
       on_device,
       in_specs=(by_token, by_token, _params_specs(params, layout), PartitionSpec()),
@@ -343,7 +345,12 @@ class _Shard:
     def move(buffers, *, back=False):
       if self.layout.num_expert_shards == 1:
         return buffers
-      split, concat = (1, 0) if back else (0, 1)
+      # [experts, groups, ...]: devices have all experts of their groups, or all groups of their experts.
+      split = 0
+      concat = 1
+      if back:
+        split = 1
+        concat = 0
       return jax.lax.all_to_all(buffers, self.layout.expert_axes, split, concat, tiled=True)
 
     def experts_fn(buffers, choice_ids):
@@ -411,8 +418,9 @@ class _Shard:
     received = send(plans.dispatch(tokens, plan))
     # Rows arrive ordered by sender, and those of a sender by expert.
     ends = jnp.cumsum(kept[:, jax.lax.axis_index(axes)].reshape(-1))
-    rows = jnp.arange(num_rows, dtype=jnp.int32)
-    run = jnp.searchsorted(ends, rows, side='right').astype(jnp.int32)
+    # [received rows]: the run (sender, expert) of each row, then its local expert; none for rows past the end.
+    row_numbers = jnp.arange(num_rows, dtype=jnp.int32)
+    run = jnp.searchsorted(ends, row_numbers, side='right').astype(jnp.int32)
     expert = jnp.where(run < ends.shape[0], run % local, local)
     received_plan, group_sizes = plans.sort_by_expert(expert, local)
     keep = None
@@ -446,14 +454,14 @@ class _Shard:
     bounded = jnp.minimum(expert_index, self.num_experts - 1)
     rank = plan.choice_row - jnp.take(jnp.cumsum(counts) - counts, bounded)
     is_kept = (expert_index < self.num_experts) & (rank < jnp.take(kept_here, bounded))
-    plan, _ = plans.sort_by_expert(
-      jnp.where(is_kept, expert_index, self.num_experts), self.num_experts
-    )
-    lost, chosen = (
-      jax.lax.psum(jnp.sum(n).astype(jnp.float32), self.layout.token_axes)
-      for n in (counts - kept_here, counts)
-    )
-    return plan, kept, lost / jnp.maximum(chosen, 1.0)
+    kept_index = jnp.where(is_kept, expert_index, self.num_experts)
+    plan, _ = plans.sort_by_expert(kept_index, self.num_experts)
+    lost = jnp.sum(counts - kept_here).astype(jnp.float32)
+    chosen = jnp.sum(counts).astype(jnp.float32)
+    # []: shares of all devices, which have different numbers of rows.
+    all_lost = jax.lax.psum(lost, self.layout.token_axes)
+    all_chosen = jax.lax.psum(chosen, self.layout.token_axes)
+    return plan, kept, all_lost / jnp.maximum(all_chosen, 1.0)
 
   def _choice_ids(self, plan, gates):
     """Return int32 [rows], the ids of the rows' choices among all devices."""

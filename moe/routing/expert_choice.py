@@ -131,6 +131,7 @@ class ExpertsChooseRouter(Router):
 
   def route(self, x, capacity, token_mask, token_ids, deterministic, recorded) -> ExpertChoice:
     del token_ids
+    assert capacity is not None  # Required by `needs_capacity`.
     return experts_choose(
       self.logits(x, deterministic),
       capacity,

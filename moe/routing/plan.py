@@ -110,7 +110,7 @@ def sum_of_choices(
     <float>[num_tokens, D] in the dtype of `rows`; sums are float32.
   """
   choice_row = plan.choice_row.reshape(num_tokens, -1)
-  # [tokens, width]: one choice after the other, so that only one term in float32 exists at a time.
+  # [tokens, width]: float32, since a token sums outputs of several experts; choice by choice, without an array of all.
   total: jax.Array | None = None
   for k in range(choice_row.shape[1]):
     term = _take(rows, choice_row[:, k]).astype(jnp.float32)

@@ -140,7 +140,10 @@ def choice_probabilities(load: np.ndarray, num_selected: int) -> np.ndarray:
     full |= probability >= 1
     rest = load[~full].sum()
     left = num_selected - full.sum()
-    probability = np.where(full, 1.0, load * (left / rest if rest > 0 else 0.0))
+    scale = 0.0
+    if rest > 0:
+      scale = left / rest
+    probability = np.where(full, 1.0, load * scale)
   return np.minimum(probability, 1.0)
 
 

@@ -38,6 +38,7 @@ class CheckpointerConstructor(Protocol):
     keep_dataset_checkpoints: int | None = None,
   ) -> Checkpointer:
     """Return the checkpointer; see `Checkpointer`."""
+    ...
 
 
 class Checkpointer:
@@ -195,7 +196,7 @@ class Checkpointer:
     )
 
   def restore_from_tf_checkpoint(
-    self, path_or_dir: discovery.PathLike, strict: bool = True, translator: Any = None
+    self, path_or_dir: discovery.PathLike, strict: bool | None = True, translator: Any = None
   ) -> NoReturn:
     """Raise CheckpointError, with the alternative: checkpoints of TensorFlow are not read."""
     del strict, translator

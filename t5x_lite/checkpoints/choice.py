@@ -130,9 +130,8 @@ def _below(path: str, mode: str) -> list[str]:
     )
   steps = discovery.all_steps(path, require_manifest=False)
   # All processes must take the same branch, since `newest_sound_step` communicates: use the lead's view.
-  has_steps, has_own = multihost.broadcast_from_lead(
-    np.int32([len(steps) > 0, len(discovery.all_steps(path)) > 0])
-  )
+  found = [len(steps) > 0, len(discovery.all_steps(path)) > 0]
+  has_steps, has_own = multihost.broadcast_from_lead(np.array(found, np.int32))
   if has_steps and mode == 'all':
     return [discovery.get_checkpoint_dir(path, step) for step in steps]
   if has_steps:

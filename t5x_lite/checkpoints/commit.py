@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import pathlib
 import re
 from typing import Any
 
@@ -84,12 +83,12 @@ def begin(pending: PendingCheckpoint) -> None:
   """
   if not files.is_remote(pending.final):
     pending.temporary.mkdir()
-  else:
-    if discovery.is_incomplete(pending.final):
-      discovery.delete(pending.final, pending.final.name)
-    elif pending.final.is_dir():
-      discovery.move(pending.final, _replaced(pending))
-    discovery.mark_incomplete(pending.final, pending.attempt)
+    return
+  if discovery.is_incomplete(pending.final):
+    discovery.delete(pending.final, pending.final.name)
+  elif pending.final.is_dir():
+    discovery.move(pending.final, _replaced(pending))
+  discovery.mark_incomplete(pending.final, pending.attempt)
 
 
 def has_begun(pending: PendingCheckpoint) -> bool:
@@ -100,9 +99,8 @@ def has_begun(pending: PendingCheckpoint) -> bool:
 
 def discard(pending: PendingCheckpoint) -> None:
   """Remove the files of a save in a store that failed; only in the lead process."""
-  if discovery.is_incomplete(pending.final) and has_begun(
-    pending
-  ):  # and not one of a run that has taken the lease
+  # A run that has taken the lease may have begun another one.
+  if discovery.is_incomplete(pending.final) and has_begun(pending):
     discovery.delete(pending.final, pending.final.name)
     if _replaced(pending).is_dir():
       discovery.move(_replaced(pending), pending.final)
@@ -163,7 +161,7 @@ def commit(pending: PendingCheckpoint, check_fn: Callable[[], None] = lambda: No
   """
   root = pending.temporary
   in_store = files.is_remote(root)
-  hashes = {}
+  known: dict[str, dict[str, Any]] = {}
   if jax.process_count() > 1:
     marks = [_mark(pending, i) for i in range(jax.process_count())]
     missing = [i for i, mark in enumerate(marks) if not mark.exists()]
@@ -172,23 +170,19 @@ def commit(pending: PendingCheckpoint, check_fn: Callable[[], None] = lambda: No
         f'process(es) {missing} could not write their part; see their messages'
       )
     if in_store:
-      hashes = {
-        name: entry for mark in marks for name, entry in json.loads(mark.read_bytes()).items()
-      }
+      for mark in marks:
+        known |= json.loads(mark.read_bytes())
     for mark in marks:
       mark.unlink()
   store_io.merge(pending.state)
-  if not in_store:
-    names = manifest.list_files(root)
+  if in_store:
+    listed = store_io.list_complete(root, pending.state)
+    names = [name for name in listed if f'/{pending.own_folder}/' in name]
   else:
-    names = [
-      name
-      for name in store_io.list_complete(root, pending.state)
-      if f'/{pending.own_folder}/' in name
-    ]
-  hashes = {name: hashes.get(name) for name in names} | manifest.hash_files(
-    root, [name for name in names if name not in hashes]
-  )
+    names = manifest.list_files(root)
+  unknown = [name for name in names if name not in known]
+  hashed = known | manifest.hash_files(root, unknown)
+  hashes = {name: hashed[name] for name in names}
   if not in_store:
     check_fn()
   manifest.write(
@@ -229,7 +223,7 @@ def _remove_replaced(pending: PendingCheckpoint, has_replaced: bool) -> None:
       discovery.delete(replaced, pending.final.name)
 
 
-def _rename(temporary: pathlib.Path, final: pathlib.Path, replaced: pathlib.Path) -> bool:
+def _rename(temporary: files.Path, final: files.Path, replaced: files.Path) -> bool:
   """Rename the directory of a save on a disk to `final`, after renaming a former `final` to `replaced`."""
   files.fsync_tree(temporary)
   is_replacing = final.exists()
@@ -268,8 +262,9 @@ def remove_dataset_checkpoint(
       if not name.startswith(f'{discovery.DATASET_DIRNAME}/')
     }
     manifest.write(root, dataclasses.replace(found, files=kept, num_data_processes=0))
-  for path in root.glob(f'{train_ds_prefix}*') if train_ds_prefix else ():
-    files.remove(path)
+  if train_ds_prefix:
+    for path in root.glob(f'{train_ds_prefix}*'):
+      files.remove(path)
   files.remove_tree(root / discovery.DATASET_DIRNAME, ignore_errors=True)
 
 

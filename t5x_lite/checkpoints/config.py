@@ -67,13 +67,10 @@ class SaveCheckpointConfig(options.SaveOptions):
   def __post_init__(self):
     _check_classes(self, 'save')
     for option in _CLASSES:
-      retention = getattr(
-        _made_of(getattr(self, option), 'retention', keep=self.keep), 'retention', {}
-      )
-      if retention.get('keep_best') is not None and self.keep_best not in (
-        None,
-        retention['keep_best'],
-      ):
+      made = _made_of(getattr(self, option), 'retention', keep=self.keep)
+      retention = getattr(made, 'retention', {})
+      keep_best = retention.get('keep_best')
+      if keep_best is not None and self.keep_best not in (None, keep_best):
         raise checks.invalid(
           'SaveCheckpointConfig',
           'keep_best',
@@ -130,11 +127,10 @@ class RestoreCheckpointConfig(options.RestoreOptions):
 
   def __post_init__(self):
     _check_classes(self, 'restore')
-    added = tuple(getattr(_made_of(self.checkpointer_cls, 'builders'), 'builders', ()))
+    added = getattr(_made_of(self.checkpointer_cls, 'builders'), 'builders', ())
     if added:
-      object.__setattr__(
-        self, 'builders', (*added, *(each for each in self.builders if each not in added))
-      )
+      others = [each for each in self.builders if each not in added]
+      object.__setattr__(self, 'builders', (*added, *others))
     super().__post_init__()
 
 
@@ -185,14 +181,12 @@ def _made_of(constructor: Any, hook: str, **kwargs: Any) -> Any:
   made = _class_of(constructor)
   if made is None:
     return None
-  if issubclass(made, Checkpointer) and getattr(made, hook, None) is not getattr(
-    Checkpointer, hook
-  ):
-    return constructor(train_state=None, partitioner=None, checkpoints_dir='', **kwargs)
-  if (
-    issubclass(made, OrbaxCheckpointManagerInterface)
-    and constructor is not OrbaxCheckpointManagerInterface
-  ):
+  if issubclass(made, Checkpointer):
+    overrides = getattr(made, hook, None) is not getattr(Checkpointer, hook)
+    if overrides:
+      return constructor(train_state=None, partitioner=None, checkpoints_dir='', **kwargs)
+  standard = OrbaxCheckpointManagerInterface
+  if issubclass(made, standard) and constructor is not standard:
     return constructor(directory='', train_state=None, partitioner=None, **kwargs)
   return None
 
@@ -202,10 +196,13 @@ def is_standard(constructor: Any, *methods: str) -> bool:
   if constructor is None:
     return True
   made = _class_of(constructor)
-  return made is not None and any(
-    issubclass(made, each) and all(getattr(made, name) is getattr(each, name) for name in methods)
-    for each in _CLASSES.values()
-  )
+  if made is None:
+    return False
+  for standard in _CLASSES.values():
+    is_same = [getattr(made, name, None) is getattr(standard, name, None) for name in methods]
+    if issubclass(made, standard) and all(is_same):
+      return True
+  return False
 
 
 def check_standard(cfg: CheckpointConfig) -> None:
@@ -214,36 +211,37 @@ def check_standard(cfg: CheckpointConfig) -> None:
   Raises:
     ConfigError: with the alternative.
   """
-  for part, method, hook, remedy in (
-    (
-      cfg.save,
-      'save',
-      'retention',
-      'Change saved states by `state_transformation_fns`, and choose steps by `policies`.',
-    ),
-    (
-      cfg.restore,
-      'restore',
-      'builders',
-      'Write a builder, checkpoints.StateBuilder, for `RestoreCheckpointConfig.builders`.',
-    ),
+  remedies = {
+    'save': 'Change saved states by `state_transformation_fns`, and choose steps by `policies`.',
+    'restore': 'Write a builder, checkpoints.StateBuilder, for `RestoreCheckpointConfig.builders`.',
+  }
+  for part, method, hook in (
+    (cfg.save, 'save', 'retention'),
+    (cfg.restore, 'restore', 'builders'),
   ):
-    for option, standard in _CLASSES.items() if part is not None else ():
+    if part is None:
+      continue
+    for option, standard in _CLASSES.items():
       constructor = getattr(part, option)
-      if is_standard(constructor, method):
-        problem = ''
-      else:
+      if not is_standard(constructor, method):
         problem = f'whose `{method}` is that of {standard.__name__}'
-      made = None if constructor is None else _class_of(constructor)
-      if made is not None and issubclass(made, Checkpointer) and _is_of_user(made.__init__):
-        # Only its properties are read, so other options that the constructor sets would have no effect.
-        if not _is_of_user(getattr(made, hook).fget):
-          problem = (
-            problem
-            or f'with the constructor of {standard.__name__}, or with a property `{hook}` of its own'
-          )
-      if problem:
-        raise checks.invalid(type(part).__name__, option, f'a class {problem}', constructor, remedy)
+      elif _has_unread_options(constructor, hook):
+        problem = (
+          f'with the constructor of {standard.__name__}, or with a property `{hook}` of its own'
+        )
+      else:
+        continue
+      raise checks.invalid(
+        type(part).__name__, option, f'a class {problem}', constructor, remedies[method]
+      )
+
+
+def _has_unread_options(constructor: Any, hook: str) -> bool:
+  """Return True for a `Checkpointer` whose own constructor may set options other than the property that is read."""
+  made = _class_of(constructor)
+  if made is None or not issubclass(made, Checkpointer):
+    return False
+  return _is_of_user(made.__init__) and not _is_of_user(getattr(made, hook).fget)
 
 
 def _is_of_user(function: Any) -> bool:

@@ -301,9 +301,10 @@ def is_marked_unsound(ckpt_dir: PathLike) -> bool:
 
 def is_protected(ckpt_dir: PathLike) -> bool:
   """Return True if a checkpoint is never deleted: it is pinned, or another program wrote it (no manifest)."""
-  return is_pinned_checkpoint(ckpt_dir) or not (
-    (files.path(ckpt_dir) / MANIFEST_FILENAME).is_file() or is_incomplete(ckpt_dir)
-  )
+  if is_pinned_checkpoint(ckpt_dir):
+    return True
+  has_manifest = (files.path(ckpt_dir) / MANIFEST_FILENAME).is_file()
+  return not (has_manifest or is_incomplete(ckpt_dir))
 
 
 def remove_checkpoint_dir(ckpt_dir: PathLike) -> None:
@@ -325,7 +326,8 @@ def delete(path: files.Path, final_name: str) -> None:
   if files.is_remote(path):
     mark_incomplete(path)
     files.remove(path / MANIFEST_FILENAME)
-    files.each(files.remove, [path / name for name in path.find() if name != INCOMPLETE_FILENAME])
+    others = [path / name for name in path.find() if name != INCOMPLETE_FILENAME]
+    files.each(files.remove, others)
     files.remove(path / INCOMPLETE_FILENAME)
   else:
     doomed = path.with_name(f'{final_name}{DELETED_INFIX}{uuid.uuid4().hex[:8]}')
@@ -351,13 +353,13 @@ def upload(source: pathlib.Path, target: files.Path) -> None:
     delete(target, target.name)
   check_free(target)
   mark_incomplete(target)
+  assert files.is_remote(target)
   names = [name for name in untrusted.walk(source) if name != MANIFEST_FILENAME]
   files.each(
     lambda path: path.upload(source / path.relative_to(target)), [target / name for name in names]
   )
-  (target / MANIFEST_FILENAME).write_bytes(
-    (source / MANIFEST_FILENAME).read_bytes(), files.fence_of(target)
-  )
+  manifest = (source / MANIFEST_FILENAME).read_bytes()
+  (target / MANIFEST_FILENAME).write_bytes(manifest, files.fence_of(target))
   files.remove(target / INCOMPLETE_FILENAME)
 
 
@@ -367,10 +369,12 @@ def move(source: files.Path, target: files.Path) -> None:
     source.rename(target)
     return
   mark_incomplete(target)
+  assert files.is_remote(target)  # as the source is
   names = source.find()
+  copied = [name for name in names if name not in (MANIFEST_FILENAME, INCOMPLETE_FILENAME)]
   files.each(
     lambda path: path.copy_object(target / path.relative_to(source)),
-    [source / name for name in names if name not in (MANIFEST_FILENAME, INCOMPLETE_FILENAME)],
+    [source / name for name in copied],
   )
   if MANIFEST_FILENAME in names:
     (source / MANIFEST_FILENAME).copy_object(target / MANIFEST_FILENAME)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -39,12 +40,12 @@ def populate_metrics_for_steps(
   for length in range(1, len(parts)):
     folder = files.path(checkpoints_dir) / '/'.join(parts[:length])
     tag = '/'.join(parts[length:])
-    for path in sorted(folder.glob(_EVENT_FILES)) if folder.is_dir() else ():
-      found |= {
-        step: value
-        for step, name, value in _scalars(path.read_bytes())
-        if name == tag and step in steps
-      }
+    if not folder.is_dir():
+      continue
+    for path in sorted(folder.glob(_EVENT_FILES)):
+      for step, name, value in _scalars(path.read_bytes()):
+        if name == tag and step in steps:
+          found[step] = value
   return found
 
 
@@ -52,13 +53,14 @@ def _scalars(data: bytes) -> Iterator[tuple[int, str, float]]:
   """Yield (step, tag, value) of the numbers in an events file; a last record that is incomplete is ignored."""
   from tensorboardX.proto import event_pb2  # takes long to import
 
+  messages: Any = event_pb2  # protobuf adds the classes when it is imported
   at = 0
   while at + _NUM_HEADER_BYTES <= len(data):
     start = at + _NUM_HEADER_BYTES
     end = start + int.from_bytes(data[at : at + 8], 'little')
     if end + _NUM_FOOTER_BYTES > len(data):
       return
-    event = event_pb2.Event.FromString(data[start:end])
+    event = messages.Event.FromString(data[start:end])
     for value in event.summary.value:
       if value.HasField('simple_value'):
         number = value.simple_value

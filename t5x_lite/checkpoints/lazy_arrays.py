@@ -88,12 +88,10 @@ def stored(source: sources.StateSource) -> dict[str, StoredArray]:
 
 def initial_names(arrays: Mapping[str, Any]) -> set[str]:
   """Return the names of the initial arrays that are needed to read `arrays`."""
-  return {
-    leaf.name
-    for array in arrays.values()
-    for leaf in _inputs(array)
-    if isinstance(leaf, InitialArray)
-  }
+  names = set()
+  for array in arrays.values():
+    names |= {leaf.name for leaf in _inputs(array) if isinstance(leaf, InitialArray)}
+  return names
 
 
 def read(arrays: Mapping[str, Any], initial: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -116,7 +114,7 @@ def read(arrays: Mapping[str, Any], initial: Mapping[str, Any]) -> dict[str, np.
 
   def value(leaf: Any) -> np.ndarray:
     if isinstance(leaf, StoredArray):
-      return values[leaf.source][leaf.name]
+      return np.asarray(values[leaf.source][leaf.name])  # an entire array without a sharding
     if isinstance(leaf, InitialArray):
       return _to_host(initial[leaf.name])
     if not isinstance(leaf, ComputedArray):
@@ -158,8 +156,10 @@ def place(
       by_source[array.source][name] = array
     elif isinstance(array, ComputedArray):
       computed[name] = array
+    elif isinstance(array, InitialArray):
+      others[name] = initial[array.name]
     else:
-      others[name] = initial[array.name] if isinstance(array, InitialArray) else array
+      others[name] = array
   for source, stored_arrays in by_source.items():
     for group in _groups(stored_arrays):
       names = {name: array.name for name, array in group.items()}
@@ -184,8 +184,10 @@ def _groups(arrays: Mapping[str, LazyArray]) -> Iterator[dict[str, Any]]:
   group = {}
   size = 0
   for name, array in arrays.items():
-    leaves = {id(leaf): leaf for leaf in (array, *_inputs(array))}.values()
-    num_bytes = sum(untrusted.num_bytes(leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves)
+    leaves = {id(leaf): leaf for leaf in (array, *_inputs(array))}
+    num_bytes = 0
+    for leaf in leaves.values():
+      num_bytes += untrusted.num_bytes(leaf.shape, np.dtype(leaf.dtype))
     if group and size + num_bytes > _BATCH_BYTES:
       yield group
       group = {}
@@ -207,12 +209,10 @@ def _read_sharded(
   first: dict[str, str] = {}
   for name, stored_name in names.items():
     first.setdefault(stored_name, name)
-  values = source.read(
-    {stored_name: (wanted[name].dtype, shardings[name]) for stored_name, name in first.items()}
-  )
-  return state_io.place(
-    {name: values[stored_name] for name, stored_name in names.items()}, wanted, shardings
-  )
+  how = {stored: (wanted[name].dtype, shardings[name]) for stored, name in first.items()}
+  values = source.read(how)
+  arrays = {name: values[stored] for name, stored in names.items()}
+  return state_io.place(arrays, wanted, shardings)
 
 
 def _to_host(value: Any) -> np.ndarray:

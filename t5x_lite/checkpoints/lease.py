@@ -81,9 +81,8 @@ class Lease:
       DirectoryInUseError: another process has taken it.
       OSError: it could not be renewed, and another process may take it.
     """
-    if (
-      self._lost is None and _now() > self._valid_until - LEASE_SECONDS / 2
-    ):  # time for the request that follows
+    # There must be time for the request that follows.
+    if self._lost is None and _now() > self._valid_until - LEASE_SECONDS / 2:
       self._renew()
     if self._lost is not None:
       raise self._lost
@@ -121,9 +120,8 @@ class Lease:
     while True:
       found = object_store.retrying(self._read, self._path)
       is_there = found.state == 'value'
-      if (
-        is_there and _constant_part(found.value) == self.holder
-      ):  # the answer to the write was lost
+      # The answer to the write was lost.
+      if is_there and _constant_part(found.value) == self.holder:
         self._valid_until = start + LEASE_SECONDS
         return found.stamp.generation
       if is_there and seen is None:

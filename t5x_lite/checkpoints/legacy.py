@@ -152,12 +152,12 @@ class LegacyCheckpointManager:
     self._save_cfg = save_cfg
     self._model_dir = model_dir
     self._saving = None
+    self._save_iterator = None
     if save_cfg is not None and save_cfg.save_dataset:
       self._save_iterator = ds_iter
-    else:
-      self._save_iterator = None
     if save_cfg is not None and not config.is_standard(save_cfg.checkpointer_cls, 'save'):
-      self._saving = save_cfg.checkpointer_cls(
+      make: Any = save_cfg.checkpointer_cls
+      self._saving = make(
         train_state=train_state_shape,
         partitioner=partitioner,
         checkpoints_dir=model_dir,
@@ -166,9 +166,8 @@ class LegacyCheckpointManager:
         keep=save_cfg.keep,
         keep_dataset_checkpoints=save_cfg.keep_dataset_checkpoints,
       )
-    if restore_cfg is None:
-      self._restoring = None
-    else:
+    self._restoring = None
+    if restore_cfg is not None:
       self._restoring = restore_checkpointer(restore_cfg, train_state_shape, partitioner, ds_iter)
 
   def wait_until_finished(self) -> None:
@@ -194,6 +193,10 @@ class LegacyCheckpointManager:
     if self._saving is not None:
       self._saving.save(train_state, state_transformation_fns)
       return
+    if self._model_dir is None:
+      raise checks.invalid(
+        'LegacyCheckpointManager', 'model_dir', 'a directory in order to save', None, 'Pass one.'
+      )
     train_states.save_train_state(
       self._model_dir,
       train_state,
@@ -239,12 +242,15 @@ def restore_checkpointer(
 
 
 def restore(
-  checkpoint_manager: manager_interface.OrbaxCheckpointManagerInterface,
-  paths: Sequence[str],
-  restore_cfg: config.RestoreCheckpointConfig,
+  checkpoint_manager: Any,
+  paths: Sequence[str] | None,
+  restore_cfg: config.RestoreCheckpointConfig | None,
   fallback_state: transforms.StateDict | None = None,
 ) -> TrainState | list[TrainState] | None:
-  """Restore checkpoints by a manager or a `Checkpointer`; see `LegacyCheckpointManager.restore`."""
+  """Restore checkpoints by an `OrbaxCheckpointManagerInterface`, a `Checkpointer`, or a class with their `restore`.
+
+  See `LegacyCheckpointManager.restore`.
+  """
   if restore_cfg is None or paths is None:
     return None
   restored = []
@@ -255,10 +261,9 @@ def restore(
       )
       continue
     # Custom classes have T5X's arguments.
+    more = {}
     if config.is_standard(type(checkpoint_manager), 'restore'):
-      more = {'restore_cfg': restore_cfg}
-    else:
-      more = {}
+      more['restore_cfg'] = restore_cfg
     restored.append(
       checkpoint_manager.restore(
         path=path,
@@ -332,23 +337,21 @@ def create_orbax_checkpoint_manager(
       classes,
       'Set it in both, or in neither.',
     )
-  make = classes[0] or manager_interface.OrbaxCheckpointManagerInterface
+  make: Any = classes[0] or manager_interface.OrbaxCheckpointManagerInterface
   kwargs = {}
   if save_cfg is not None and config.is_standard(make, 'save', '__init__'):
     kwargs['save_cfg'] = dataclasses.replace(save_cfg, state_transformation_fns=())
   elif save_cfg is not None:
     kwargs |= dict(save_dtype=save_cfg.dtype, keep=save_cfg.keep, period=save_cfg.period)
-  uses_data = any(
-    (
-      save_cfg is not None and save_cfg.save_dataset,
-      restore_cfg is not None and restore_cfg.restore_dataset,
-    )
-  )
+  saves_data = save_cfg is not None and save_cfg.save_dataset
+  restores_data = restore_cfg is not None and restore_cfg.restore_dataset
+  if not (saves_data or restores_data):
+    ds_iter = None
   return make(
     directory=model_dir,
     train_state=train_state,
     partitioner=partitioner,
-    dataset_iterator=ds_iter if uses_data else None,
+    dataset_iterator=ds_iter,
     restore_dtype=restore_cfg and restore_cfg.dtype,
     **kwargs,
   )
@@ -384,7 +387,7 @@ def create_checkpoint_manager_and_restore(
     (the restored state or None, the manager).
   """
   shape = train_state_initializer.global_train_state_shape
-  common = dict(
+  common: dict[str, Any] = dict(
     save_cfg=save_checkpoint_cfg,
     restore_cfg=restore_checkpoint_cfg,
     partitioner=partitioner,
@@ -404,7 +407,8 @@ def create_checkpoint_manager_and_restore(
     lambda rng: train_state_initializer.from_scratch(rng).state_dict(),
     fallback_init_rng,
   )
-  return restore_fn([restore_path], restore_checkpoint_cfg, fallback), manager
+  state: Any = restore_fn([restore_path], restore_checkpoint_cfg, fallback)
+  return state, manager
 
 
 def _is_tensorflow(path: discovery.PathLike) -> bool:

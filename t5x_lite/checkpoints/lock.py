@@ -58,7 +58,7 @@ class ModelDirLock:
     self,
     directory: files.Path,
     fd: int | None,
-    created: list[pathlib.Path],
+    created: list[files.Path],
     holder: str = '',
     what: str = 'directory',
     held_lease: lease.Lease | None = None,
@@ -168,7 +168,7 @@ def lock_model_dir(
   """
   discovery.check_path(directory, what)
   path = files.path(directory).absolute()
-  created = []
+  created: list[files.Path] = []
   try:
     if not files.is_remote(path):
       created = [folder for folder in (path, *path.parents) if not folder.exists()]
@@ -305,7 +305,7 @@ def _is_file(fd: int, path: pathlib.Path) -> bool:
     return False
 
 
-def _holder_name(path: pathlib.Path) -> str:
+def _holder_name(path: files.Path) -> str:
   """Return the process that the lock file of a directory names, as text."""
   try:
     return lease.holder_name((path / LOCK_FILENAME).read_text())

@@ -49,6 +49,8 @@ _logger = logging.getLogger(__name__)
 _LATE_WRITES_SECONDS = 1.0
 # Directories to which a manager of this process saves; two managers would delete each other's checkpoints.
 _saving_directories: set[str] = set()
+# What the thread of a save writes; None if Orbax's thread already writes it.
+_Values = Mapping[str, Any] | store_save.StoreSave | None
 
 
 class CheckpointManager:
@@ -93,9 +95,8 @@ class CheckpointManager:
     self._writer: state_io.StateWriter | None = None
     self._lock: lock_lib.ModelDirLock | None = None
     self._in_store = files.is_remote(self._directory)
-    if spool_dir is None:
-      self._spool = None
-    else:
+    self._spool: spool_lib.Spool | None = None
+    if spool_dir is not None:
       self._spool = spool_lib.Spool(spool_dir, self._directory)
     self._recorder = concurrent.futures.ThreadPoolExecutor(
       1, thread_name_prefix='checkpoint-metrics'
@@ -111,9 +112,7 @@ class CheckpointManager:
         number = int(multihost.broadcast_from_lead(np.int32(uuid.uuid4().int % 2**31)))
         self._run_id = f'{number:08x}'
         self._num_saves = 0
-        if self._in_store:
-          self._writer = None
-        else:
+        if not self._in_store:
           self._writer = state_io.StateWriter()
       except BaseException:
         self._release()
@@ -195,11 +194,12 @@ class CheckpointManager:
     self.wait()
     if step in self._own_steps:
       # It may have been deleted by hand; all processes must take the same branch.
-      if multihost.broadcast_from_lead(np.int32(files.path(self.checkpoint_path(step)).is_dir())):
+      is_there = files.path(self.checkpoint_path(step)).is_dir()
+      if multihost.broadcast_from_lead(np.int32(is_there)):
         return False
-    pending, values = self._begin(
-      step, state, data_state if self._save_cfg.save_dataset else None, metrics, metadata
-    )
+    if not self._saving_options.save_dataset:
+      data_state = None
+    pending, values = self._begin(step, state, data_state, metrics, metadata)
     if is_sound:
       self._sound_step = step
     self._thread = threading.Thread(
@@ -240,13 +240,13 @@ class CheckpointManager:
       for step in self.all_steps()
       if first_step <= step <= last_step and step != self._sound_step
     ]
-    for step in steps if multihost.is_lead() else ():
-      try:
-        discovery.mark_unsound(self.checkpoint_path(step), reason)
-      except OSError as e:  # do not hide the error of the loss, which ends the run
-        _logger.warning(
-          '%s could not be marked as unsound: %s.', self.checkpoint_path(step), e.strerror
-        )
+    if multihost.is_lead():
+      for step in steps:
+        path = self.checkpoint_path(step)
+        try:
+          discovery.mark_unsound(path, reason)
+        except OSError as e:  # do not hide the error of the loss, which ends the run
+          _logger.warning('%s could not be marked as unsound: %s.', path, e.strerror)
     self._own_steps.difference_update(steps)
     multihost.sync(f'unsound from {first_step}')
     return steps
@@ -397,13 +397,13 @@ class CheckpointManager:
   def _save_error(self, step: int, error: BaseException) -> errors.T5xLiteError:
     if isinstance(error, errors.DirectoryInUseError):
       return errors.DirectoryInUseError(str(error))  # later saves would fail too
-    if hasattr(error, 'kept_at'):
+    kept = ''
+    kept_at = getattr(error, 'kept_at', None)  # see `StoreSave.keep`
+    if kept_at is not None:
       kept = (
-        f' This one is kept in {error.kept_at!r}; the next run with the same command and --spool_dir copies it to '
+        f' This one is kept in {kept_at!r}; the next run with the same command and --spool_dir copies it to '
         'the store.'
       )
-    else:
-      kept = ''
     found = errors.SaveError(
       f'The checkpoint of step {step} could not be written to {self.directory!r}: '
       f'{commit_lib.explain(error).rstrip(".")}. Earlier checkpoints are complete.{kept}'
@@ -411,11 +411,19 @@ class CheckpointManager:
     found.ends_run = self._misses_barriers
     return found
 
-  def _begin(self, step, state, data_state, metrics, metadata):
+  def _begin(
+    self,
+    step: int,
+    state: transforms.StateDict,
+    data_state: Mapping[str, bytes] | None,
+    metrics: Mapping[str, float] | None,
+    metadata: Mapping[str, Any] | None,
+  ) -> tuple[commit_lib.PendingCheckpoint, _Values]:
     """Return the save, and for the thread: arrays by name, None if the writer has them, or a `StoreSave`."""
-    flat = transforms.transform_saved(state, self._save_cfg.state_transformation_fns)
-    if self._save_cfg.dtype is not None:
-      flat = state_io.cast_floating(flat, restore_lib.is_cast, self._save_cfg.dtype)
+    cfg = self._saving_options
+    flat = transforms.transform_saved(state, cfg.state_transformation_fns)
+    if cfg.dtype is not None:
+      flat = state_io.cast_floating(flat, restore_lib.is_cast, cfg.dtype)
     self._num_saves += 1
     pending = commit_lib.new_save(
       self._directory,
@@ -447,9 +455,7 @@ class CheckpointManager:
         kept=self._spool,
       )
     try:
-      commit_lib.on_all_processes(
-        lambda: self._make_folder(pending) if multihost.is_lead() else None
-      )
+      commit_lib.on_all_processes(lambda: self._make_folder_in_lead(pending))
       if data_state is not None:
         commit_lib.on_all_processes(lambda: store_save.write_data_state(pending, data_state))
       values = state_io.snapshot(flat)
@@ -457,17 +463,35 @@ class CheckpointManager:
       self._remove_partial_files()
       raise self._save_error(step, e) from e
     try:
-      if not state_io.may_start_later(values):
-        self._writer.start(pending.state, values)
-        values = None
+      if state_io.may_start_later(values):
+        return pending, values
+      self._disk_writer.start(pending.state, values)
     except Exception as e:
       self._misses_barriers = jax.process_count() > 1
       self._remove_partial_files()
       raise self._save_error(step, e) from e
-    return pending, values
+    return pending, None
+
+  @property
+  def _saving_options(self) -> options.SaveOptions:
+    assert self._save_cfg is not None  # see `_check_can_save`
+    return self._save_cfg
+
+  @property
+  def _disk_writer(self) -> state_io.StateWriter:
+    assert self._writer is not None  # the directory is not in a store
+    return self._writer
+
+  def _check_lock(self) -> None:
+    assert self._lock is not None  # see `_check_can_save`
+    self._lock.check()
+
+  def _make_folder_in_lead(self, pending: commit_lib.PendingCheckpoint) -> None:
+    if multihost.is_lead():
+      self._make_folder(pending)
 
   def _make_folder(self, pending: commit_lib.PendingCheckpoint) -> None:
-    self._lock.check()
+    self._check_lock()
     self._remove_partial_files()
     commit_lib.begin(pending)
     if not self._in_store:
@@ -476,14 +500,14 @@ class CheckpointManager:
   def _run(
     self,
     pending: commit_lib.PendingCheckpoint,
-    values: Mapping[str, Any] | store_save.StoreSave | None,
+    values: _Values,
     on_commit: Callable[[], None],
   ) -> None:
     failed: BaseException | None = None
     name = f'{pending.final.name}-{pending.attempt}'
     try:
       try:
-        if self._in_store:
+        if isinstance(values, store_save.StoreSave):
           values.write()
         else:
           self._write_on_disk(pending, values)
@@ -491,13 +515,14 @@ class CheckpointManager:
       except BaseException as e:  # pylint: disable=broad-exception-caught
         failed = e
       if self._misses_barriers:  # The others wait in a barrier of Orbax.
+        failed = failed or errors.CheckpointError('an earlier save has failed')
         self._error = (pending.step, failed)
         return
       # Failed processes reach the barrier too; otherwise the others would wait for them.
       state_io.barrier(f'{name}:written')
       if multihost.is_lead() and failed is None:
         try:
-          commit_lib.commit(pending, self._lock.check)
+          commit_lib.commit(pending, self._check_lock)
           with self._committing:
             is_sound = self._sound_step == pending.step
             if not is_sound:
@@ -507,8 +532,8 @@ class CheckpointManager:
         except BaseException as e:  # pylint: disable=broad-exception-caught
           failed = e
       state_io.barrier(f'{name}:committed')
-      if self._spool is not None:
-        failed = values.keep(failed)
+      if isinstance(values, store_save.StoreSave) and values.kept is not None:
+        failed = values.keep(values.kept, failed)
       elif failed is None and not commit_lib.is_committed(pending):
         failed = errors.of_other_process(
           errors.CheckpointError('the lead process could not commit it; see its message')
@@ -528,9 +553,9 @@ class CheckpointManager:
     self, pending: commit_lib.PendingCheckpoint, values: Mapping[str, Any] | None
   ) -> None:
     if values is not None:
-      self._writer.start(pending.state, values)
+      self._disk_writer.start(pending.state, values)
     try:
-      self._writer.finish()
+      self._disk_writer.finish()
     except BaseException:
       self._misses_barriers = jax.process_count() > 1
       raise
@@ -565,8 +590,8 @@ class CheckpointManager:
         self._directory,
         self._retention,
         step,
-        with_metrics=self._save_cfg.keep_best is not None,
-        keep_dataset_checkpoints=self._save_cfg.keep_dataset_checkpoints,
+        with_metrics=self._saving_options.keep_best is not None,
+        keep_dataset_checkpoints=self._saving_options.keep_dataset_checkpoints,
       )
     except Exception as e:  # pylint: disable=broad-exception-caught
       # The state is saved; the next commit tries the deletion again.

@@ -125,6 +125,7 @@ def write(root: files.Path, manifest: Manifest, check_fn: Callable[[], None] | N
   if check_fn is None:
     files.write(root / discovery.MANIFEST_FILENAME, text)
   else:
+    assert files.is_remote(root)
     files.flush(root)
     (root / discovery.MANIFEST_FILENAME).write_bytes(text.encode(), check_fn)
 

@@ -163,12 +163,13 @@ class RestoreOptions:
     if self.dtype is not None:  # Recorded settings are JSON, and @jnp.bfloat16 is a class.
       object.__setattr__(self, 'dtype', jnp.dtype(self.dtype).name)
     # As in T5X, the functions include the assignment map, for callers that pass only the functions on.
-    fns = tuple(
+    fns = [
       fn for fn in self.state_transformation_fns if not isinstance(fn, transforms.AssignmentMap)
-    )
+    ]
     if self.assignment_map is not None:
-      fns = (transforms.AssignmentMap(tuple(map(tuple, self.assignment_map))), *fns)
-    object.__setattr__(self, 'state_transformation_fns', fns)
+      rules = tuple((pattern, replacement) for pattern, replacement in self.assignment_map)
+      fns.insert(0, transforms.AssignmentMap(rules))
+    object.__setattr__(self, 'state_transformation_fns', tuple(fns))
     for path in self.paths:
       discovery.check_path(path, 'RestoreCheckpointConfig.path', may_be_model=True)
 

@@ -52,6 +52,7 @@ class SavePolicy(Protocol):
       step: number of completed steps.
       point: facts at a pause; None asks for fixed steps only.
     """
+    ...
 
   def next_step(self, step: int) -> int | None:
     """Return the first step after `step` that should be saved, or None if unknown."""
@@ -252,6 +253,7 @@ class RetentionPolicy(Protocol):
     self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]]
   ) -> set[int]:
     """Return the subset of the ascending `steps` to keep, given the known metrics by step."""
+    ...
 
 
 @final
@@ -308,9 +310,11 @@ class KeepBest:
     values = {step: metrics.get(step, {}).get(self.metric_name, math.nan) for step in steps}
     known = [step for step in steps if math.isfinite(values[step])]
     sign = 1 if self.mode == 'max' else -1
-    best = sorted(known, key=lambda step: (sign * values[step], step))[-self.count :]
-    unknown = [step for step in steps if step not in known]
-    return set(best) | (set(unknown) if self.keep_without_metrics else set())
+    in_order = sorted(known, key=lambda step: (sign * values[step], step))
+    kept = set(in_order[-self.count :])
+    if self.keep_without_metrics:
+      kept |= set(steps) - set(known)
+    return kept
 
 
 @final
@@ -338,15 +342,13 @@ def save_policies_from_config(cfg: options.SaveOptions) -> AnySavePolicy:
 
 def metric_names(cfg: options.SaveOptions) -> list[tuple[str, str]]:
   """Return (option, full name) of each metric on which saving or keeping depends."""
-  if cfg.keep_best is None:
-    names = []
-  else:
-    names = [('SaveCheckpointConfig.metric_name_to_monitor', cfg.metric_name_to_monitor)]
-  return names + [
-    ('WhenBest.metric_name', policy.metric_name)
-    for policy in cfg.policies
-    if isinstance(policy, WhenBest)
-  ]
+  names = []
+  if cfg.keep_best is not None:
+    names.append(('SaveCheckpointConfig.metric_name_to_monitor', cfg.metric_name_to_monitor))
+  for policy in cfg.policies:
+    if isinstance(policy, WhenBest):
+      names.append(('WhenBest.metric_name', policy.metric_name))
+  return names
 
 
 def retention_policies_from_config(cfg: options.SaveOptions) -> tuple[RetentionPolicy, ...]:
@@ -357,6 +359,7 @@ def retention_policies_from_config(cfg: options.SaveOptions) -> tuple[RetentionP
   if cfg.keep_period is not None:
     policies.append(KeepEvery(cfg.keep_period))
   if cfg.keep_best is not None:
+    assert cfg.metric_name_to_monitor is not None  # the options have checked it
     policies.append(
       KeepBest(
         cfg.keep_best,

@@ -118,7 +118,8 @@ def restore_checkpoint(
     CheckpointError: the checkpoint does not exist or does not fit.
     ConfigError: `fallback_to_scratch` needs `initial_state_fn`, or the path is remote.
   """
-  cfg = restore_cfg or options.RestoreOptions(path=os.fspath(path), mode='specific')
+  name = None if path is None else os.fspath(path)
+  cfg = restore_cfg or options.RestoreOptions(path=name, mode='specific')
   builders = chain.chain_of(
     path, cfg, transformation_fns=transformation_fns, is_resuming=is_resuming
   )
@@ -137,23 +138,20 @@ def restore_checkpoint(
     begins=from_params_fn is not None,
     initializes=initial_state_fn is not None,
   )
-  missing = [name for name in goal.wanted if name not in built.arrays]
-  if from_params_fn is None or is_resuming:
-    begun = []
-  else:
-    begun = [name for name in missing if name.startswith(base.FROM_PARAMS)]
-  arrays = {name: array for name, array in built.arrays.items() if name in goal.wanted}
-  state = _placed(
-    arrays, [name for name in missing if name not in begun], goal, flat_shardings, initial_state_fn
-  )
+  missing = [each for each in goal.wanted if each not in built.arrays]
+  begun = []
+  if from_params_fn is not None and not is_resuming:
+    begun = [each for each in missing if each.startswith(base.FROM_PARAMS)]
+  others = [each for each in missing if each not in begun]
+  arrays = {each: array for each, array in built.arrays.items() if each in goal.wanted}
+  state = _placed(arrays, others, goal, flat_shardings, initial_state_fn)
   del arrays
-  built = built.replace(
-    arrays={}, initialized=built.initialized | set(missing)
-  )  # frees the results of functions
-  if begun:
+  # This frees the results of functions.
+  built = built.replace(arrays={}, initialized=built.initialized | set(missing))
+  if from_params_fn is not None and begun:
     _logger.info('New, made from the restored parameters: %s.', _sections_or_names(begun, state))
     made = tree_utils.flatten_dict(from_params_fn(tree_utils.unflatten_dict(state)))
-    state |= state_io.place({name: made[name] for name in begun}, goal.wanted, flat_shardings)
+    state |= state_io.place({each: made[each] for each in begun}, goal.wanted, flat_shardings)
   if any(builder.INPUT == base.ARRAYS for builder in builders):
     complete = chain.run_on_arrays(builders, built.replace(arrays=state), goal)
     state = state_io.place(complete, goal.wanted, flat_shardings)
@@ -161,11 +159,11 @@ def restore_checkpoint(
     _logger.info(
       'Built the state of step %d from %s: %d of %d arrays; the others are new.',
       built.step or 0,
-      chain.describe(path and os.fspath(path), cfg),
+      chain.describe(name, cfg),
       len(goal.wanted) - len(built.initialized),
       len(goal.wanted),
     )
-  return _restored(state, built.step or 0, path and os.fspath(path), goal, cfg)
+  return _restored(state, built.step or 0, name, goal, cfg)
 
 
 def check_fits(
@@ -195,7 +193,8 @@ def check_fits(
     CheckpointError: the checkpoint does not exist or does not fit.
     ValuesNeededError: a function needs values, so the result is unknown.
   """
-  cfg = restore_cfg or options.RestoreOptions(path=os.fspath(path), mode='specific')
+  name = None if path is None else os.fspath(path)
+  cfg = restore_cfg or options.RestoreOptions(path=name, mode='specific')
   builders = chain.chain_of(
     path, cfg, transformation_fns=transformation_fns, is_resuming=is_resuming
   )
@@ -209,10 +208,10 @@ def check_fits(
   built = _build(builders, goal, cfg, path, begins=may_begin, initializes=may_begin)
   # An optimizer without state looks like an inference state, for which stored optimizer state is not an error.
   prefix = base.FROM_PARAMS[0]
-  left = [name for name in built.arrays if name.startswith(prefix)]
-  if is_resuming and left and not any(name.startswith(prefix) for name in goal.wanted):
+  left = [each for each in built.arrays if each.startswith(prefix)]
+  if is_resuming and left and not any(each.startswith(prefix) for each in goal.wanted):
     raise errors.CheckpointError(
-      f'The checkpoint {os.fspath(path)!r} holds the state of another optimizer ({left[0]}, ...), but the configured '
+      f'The checkpoint {name!r} holds the state of another optimizer ({left[0]}, ...), but the configured '
       'optimizer has no state. Use the optimizer of the checkpoint, or start a new run from the checkpoint in '
       'another MODEL_DIR.'
     )
@@ -252,30 +251,32 @@ def _build(
     )
   if _has_builders(cfg, goal) and base.STEP in goal.wanted and base.STEP not in built.arrays:
     built = built.at_step(built.step or 0)
-  sections = (base.FROM_PARAMS if begins else ()) + (base.FROM_SCRATCH if initializes else ())
-  fresh = tuple(section for section in sections if section in absent and not goal.is_resuming)
+  sections = ()
+  if begins and not goal.is_resuming:
+    sections += base.FROM_PARAMS
+  if initializes and not goal.is_resuming:
+    sections += base.FROM_SCRATCH
+  fresh = tuple(section for section in sections if section in absent)
   # A part of which only some arrays are built is replaced.
   partial = {name for name in goal.wanted if name.startswith(fresh) and name not in built.arrays}
-  built = built.without(
-    *(section for section in fresh if any(name.startswith(section) for name in partial))
-  )
+  for section in fresh:
+    if any(name.startswith(section) for name in partial):
+      built = built.without(section)
   # Builders without a checkpoint of the entire model may build some of the parameters, and nothing else.
-  is_partial = (
-    path is None
-    and initializes
-    and not any(name.startswith(base.FROM_PARAMS) for name in built.arrays)
-  )
+  has_more = any(name.startswith(base.FROM_PARAMS) for name in built.arrays)
+  is_partial = path is None and initializes and not has_more
   is_lenient = cfg.fallback_to_scratch
+  expected = {
+    name: leaf
+    for name, leaf in goal.wanted.items()
+    if name in built.arrays or not name.startswith(fresh)
+  }
   transforms.check_fit(
     built.arrays,
-    {
-      name: leaf
-      for name, leaf in goal.wanted.items()
-      if name in built.arrays or not name.startswith(fresh)
-    },
+    expected,
     allow_surplus=is_lenient or not cfg.strict,
     allow_missing=is_lenient or is_partial,
-    where=chain.describe(path and os.fspath(path), cfg),
+    where=chain.describe(None if path is None else os.fspath(path), cfg),
     what='state built from' if _has_builders(cfg, goal) else 'checkpoint',
   )
   return built
@@ -308,12 +309,19 @@ def _restored(
       state=nested, data_state=None, num_data_processes=0, step=step, path=None
     )
   source = goal.open(path)
+  if not _has_builders(cfg, goal):
+    step = _step(source, state)
   found = source.manifest
+  data_state = None
+  num_data_processes = 0
+  if found is not None and cfg.restore_dataset:
+    data_state = read_data_state(path, found)
+    num_data_processes = found.num_data_processes
   return RestoredCheckpoint(
     state=nested,
-    data_state=read_data_state(path, found) if cfg.restore_dataset else None,
-    num_data_processes=found.num_data_processes if found and cfg.restore_dataset else 0,
-    step=step if _has_builders(cfg, goal) else _step(source, state),
+    data_state=data_state,
+    num_data_processes=num_data_processes,
+    step=step,
     path=path,
     is_resuming=goal.is_resuming,
     is_verified=goal.is_verified(path),
@@ -355,9 +363,8 @@ def _initial_arrays(
 def _sections_or_names(missing: Sequence[str], state: Mapping[str, Any]) -> str:
   """Return the `missing` names for a message, with one entry for a section of which `state` has no array."""
   parts = []
-  for section, words in zip(
-    base.FROM_PARAMS, ("the optimizer's state", 'averages of parameters'), strict=True
-  ):
+  words_of = ("the optimizer's state", 'averages of parameters')
+  for section, words in zip(base.FROM_PARAMS, words_of, strict=True):
     names = [name for name in missing if name.startswith(section)]
     if names and not any(name.startswith(section) for name in state):
       parts.append(f'{words} ({len(names)} arrays)')
@@ -427,7 +434,10 @@ def read_data_state(
   if found is None or not found.num_data_processes:
     return None
   count = found.num_data_processes
-  folder = data_dir_name(jax.process_index() if count == jax.process_count() else 0, count) + '/'
+  process = 0
+  if count == jax.process_count():
+    process = jax.process_index()
+  folder = f'{data_dir_name(process, count)}/'
   state = {}
   for name in found.files:
     if name.startswith(folder):
@@ -479,21 +489,20 @@ def _flat_shardings(
     return dict.fromkeys(wanted, shardings)
   if shardings is None:
     leaves = tree_utils.flatten_dict(target)
-    return {
-      name: leaves[name].sharding
-      if isinstance(leaves[name], jax.Array | jax.ShapeDtypeStruct)
-      else None
-      for name in wanted
-    }
+    found: dict[str, jax.sharding.Sharding | None] = dict.fromkeys(wanted)
+    for name in wanted:
+      leaf = leaves[name]
+      if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        found[name] = leaf.sharding
+    return found
   flat = tree_utils.flatten_dict(shardings)
   return {name: flat[name] for name in wanted}
 
 
 def _like_target(target: transforms.StateDict, flat_state: Mapping[str, Any]) -> dict[str, Any]:
   flat_target = tree_utils.flatten_dict(target, keep_empty=True)
-  return tree_utils.unflatten_dict(
-    {name: flat_state.get(name, leaf) for name, leaf in flat_target.items()}
-  )
+  flat = {name: flat_state.get(name, leaf) for name, leaf in flat_target.items()}
+  return tree_utils.unflatten_dict(flat)
 
 
 def _step(source: sources.StateSource, flat_state: Mapping[str, Any]) -> int:

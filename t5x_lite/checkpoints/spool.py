@@ -43,24 +43,19 @@ class Spool:
     Raises:
       ConfigError: the folder is not local or cannot be written, or the model directory is local.
     """
+    is_valid = isinstance(spool_dir, str) and bool(spool_dir) and not files.is_remote(spool_dir)
     checks.check(
       'train',
       {'spool_dir': spool_dir},
       spool_dir=checks.Expectation(
         'a local folder, with a MODEL_DIR in an object store',
-        lambda name: (
-          isinstance(name, str)
-          and name
-          and not files.is_remote(name)
-          and files.is_remote(model_dir)
-        ),
+        lambda name: is_valid and files.is_remote(model_dir),
         'Omit it, or name a folder on a disk.',
       ),
     )
-    self.folder = pathlib.Path(spool_dir).absolute() / urllib.parse.quote(
-      str(files.path(model_dir)), safe=''
-    )
     self._model_dir = files.path(model_dir)
+    quoted = urllib.parse.quote(str(self._model_dir), safe='')
+    self.folder = pathlib.Path(spool_dir).absolute() / quoted
     try:
       files.make_writable(self.folder)
     except OSError as e:
@@ -70,14 +65,15 @@ class Spool:
 
   def report(self, pending: commit.PendingCheckpoint, outcome: int) -> None:
     """Tell all processes the outcome of this process's part of a save: `OK`, `FAILED` or `LOST_LEASE`."""
-    files.write(
-      self.folder / f'{_name(pending)}.process_{jax.process_index()}', str(outcome), durable=False
-    )
+    path = self.folder / f'{_name(pending)}.process_{jax.process_index()}'
+    files.write(path, str(outcome), durable=False)
 
   def worst(self, pending: commit.PendingCheckpoint) -> int:
     """Return the worst outcome of all processes, `FAILED` if one cannot be read; only after a barrier."""
     paths = [self.folder / f'{_name(pending)}.process_{i}' for i in range(jax.process_count())]
-    deadline = time.monotonic() + (_SHARED_SECONDS if len(paths) > 1 else 0)
+    deadline = time.monotonic()
+    if len(paths) > 1:
+      deadline += _SHARED_SECONDS
     while not all(path.exists() for path in paths):  # a network file system may show them late
       if time.monotonic() > deadline:
         return FAILED
@@ -94,7 +90,7 @@ class Spool:
     pending: commit.PendingCheckpoint,
     write_fn: Callable[[commit.PendingCheckpoint], None],
     barrier_fn: Callable[[str], None],
-  ) -> pathlib.Path:
+  ) -> files.Path:
     """Write a checkpoint that the store did not take, in place of those kept before; all processes call this together.
 
     Args:
@@ -172,14 +168,10 @@ class Spool:
     step = discovery.latest_step(self.folder)
     if step is None:
       return None
-    there = max(
-      (
-        each
-        for each in discovery.all_steps(self._model_dir)
-        if not discovery.is_marked_unsound(discovery.get_checkpoint_dir(self._model_dir, each))
-      ),
-      default=-1,
-    )
+    there = -1
+    for each in discovery.all_steps(self._model_dir):
+      if not discovery.is_marked_unsound(discovery.get_checkpoint_dir(self._model_dir, each)):
+        there = max(there, each)
     if there >= step:
       _logger.warning(
         'The checkpoint of step %d in %s is not used, because it is not newer than that of step %d in '
@@ -191,7 +183,8 @@ class Spool:
       )
       return None
     source = pathlib.Path(discovery.get_checkpoint_dir(self.folder, step))
-    if problem := manifest.damage(source):
+    problem = manifest.damage(source)
+    if problem:
       raise errors.CheckpointDamagedError(
         f'{problem} A former run kept it because the store failed. To go on without it, from step {max(there, 0)} in '
         f'{str(self._model_dir)!r}, delete {str(self.folder)!r}.'

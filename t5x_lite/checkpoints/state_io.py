@@ -13,7 +13,6 @@ import itertools
 import json
 import logging as py_logging
 import os
-import pathlib
 import sys
 import traceback
 from typing import Any
@@ -30,7 +29,11 @@ from t5x_lite.checkpoints import manifest
 from t5x_lite.checkpoints import store_io
 
 # Weights hardly compress: zstd makes the files 8 % smaller and the write 50 % slower.
-HANDLER_OPTIONS = {'use_ocdbt': True, 'use_zarr3': True, 'use_compression': False}
+HANDLER_OPTIONS: Mapping[str, Any] = {
+  'use_ocdbt': True,
+  'use_zarr3': True,
+  'use_compression': False,
+}
 _BARRIER_TIMEOUT_SECONDS = 1200
 _INDEX = '_METADATA'
 # More than the number of files that Orbax writes in addition to the arrays of a state.
@@ -100,15 +103,12 @@ def snapshot(flat_state: Mapping[str, Any]) -> dict[str, jax.Array | np.ndarray]
     name -> array, of the same shape and dtype; a NumPy array if it is not sharded and there is one process.
   """
   # Orbax takes twice the time for an array of JAX: it records the sharding, and checks it on all processes.
-  becomes_numpy = {
-    name
-    for name, leaf in flat_state.items()
-    if isinstance(leaf, jax.Array)
-    and is_on_host(leaf)
-    and leaf.is_fully_replicated
-    and jax.process_count() == 1
-  }
-  result = {}
+  becomes_numpy = set()
+  if jax.process_count() == 1:
+    for name, leaf in flat_state.items():
+      if isinstance(leaf, jax.Array) and is_on_host(leaf) and leaf.is_fully_replicated:
+        becomes_numpy.add(name)
+  result: dict[str, jax.Array | np.ndarray] = {}
   for name, leaf in flat_state.items():
     if not isinstance(leaf, jax.Array):
       result[name] = np.array(leaf)
@@ -117,15 +117,12 @@ def snapshot(flat_state: Mapping[str, Any]) -> dict[str, jax.Array | np.ndarray]
     else:
       if name in becomes_numpy:
         leaf = leaf.addressable_data(0)
-      else:
-        leaf = leaf
-      result[name] = jax.device_put(
-        leaf, leaf.sharding, may_alias=False
-      )  # copies of all arrays in parallel
+      # Copies of all arrays in parallel.
+      result[name] = jax.device_put(leaf, leaf.sharding, may_alias=False)
   jax.block_until_ready(result)
-  return {
-    name: np.asarray(leaf) if name in becomes_numpy else leaf for name, leaf in result.items()
-  }
+  for name in becomes_numpy:
+    result[name] = np.asarray(result[name])
+  return result
 
 
 def may_start_later(snapshot_of_state: Mapping[str, jax.Array | np.ndarray]) -> bool:
@@ -143,9 +140,7 @@ class StateWriter:
     ocp = orbax()
     self._checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(**HANDLER_OPTIONS))
 
-  def start(
-    self, directory: pathlib.Path, flat_state: Mapping[str, jax.Array | np.ndarray]
-  ) -> None:
+  def start(self, directory: files.Path, flat_state: Mapping[str, jax.Array | np.ndarray]) -> None:
     """Begin to write `flat_state` to `directory`; on return the caller may change the arrays."""
     ocp = orbax()
     # Orbax raises the errors of a write one at a time, also during later successful writes.

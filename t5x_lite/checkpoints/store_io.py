@@ -174,19 +174,23 @@ def list_complete(root: files.Path, state: files.Path) -> list[str]:
   """
   from t5x_lite import object_store
 
-  needed = {
-    f'{state.relative_to(root)}/{name}' for name in (_INDEX, _DATABASE, *_files_of_database(state))
-  }
+  assert files.is_remote(root)
+  folder = state.relative_to(root)
+  names = (_INDEX, _DATABASE, *_files_of_database(state))
+  needed = {f'{folder}/{name}' for name in names}
   deadline = time.monotonic() + object_store.retry_seconds()
   pause = 0.5
-  while missing := sorted(needed - (found := root.find()).keys()):
+  while True:
+    found = root.find()
+    missing = sorted(needed - found.keys())
+    if not missing:
+      return list(found)
     if time.monotonic() > deadline:
       raise errors.CheckpointError(
         f'the list of files below {str(root)!r} lacks {missing[0]!r}, which was written'
       )
     time.sleep(pause)
     pause = min(2 * pause, 10)
-  return list(found)
 
 
 def read_shapes(
@@ -481,10 +485,8 @@ def _key(name: str) -> str:
 def kvstore(directory: files.Path) -> dict[str, Any]:
   """Return TensorStore's specification of the store of a folder's files."""
   if not files.is_remote(directory):
-    return {
-      'driver': 'file',
-      'path': f'{os.path.realpath(directory)}/',
-    }  # TensorStore rejects '..'.
+    # TensorStore rejects '..'.
+    return {'driver': 'file', 'path': f'{os.path.realpath(directory)}/'}
   from t5x_lite import object_store
 
   return object_store.kvstore_spec(directory)

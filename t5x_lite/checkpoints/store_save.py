@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 import contextlib
 import dataclasses
 import logging
+from typing import Any
 
 import jax
 
@@ -65,42 +66,46 @@ class StoreSave:
       )
     self._write(self.pending)
 
-  def keep(self, failed: BaseException | None) -> BaseException | None:
+  def keep(self, kept: spool.Spool, failed: BaseException | None) -> BaseException | None:
     """Write the checkpoint to the spool folder if a process has failed; return the error, or None.
 
     Args:
-      failed: error of this process, or None.
+      kept: the spool folder.
+      failed: error of this process, or None. If the checkpoint is kept, the error has its path as `kept_at`.
     """
-    lost_lease = isinstance(failed, errors.DirectoryInUseError)
+    if failed is None:
+      outcome = spool.OK
+    elif isinstance(failed, errors.DirectoryInUseError):
+      outcome = spool.LOST_LEASE
+    else:
+      outcome = spool.FAILED
     try:
-      self.kept.report(
-        self.pending,
-        spool.OK if failed is None else spool.LOST_LEASE if lost_lease else spool.FAILED,
-      )
+      kept.report(self.pending, outcome)
     except OSError as e:  # reach the barrier, in which the others wait
       _logger.error(
-        'The checkpoint of step %d cannot be kept in %s: %s', self.pending.step, self.kept.folder, e
+        'The checkpoint of step %d cannot be kept in %s: %s', self.pending.step, kept.folder, e
       )
     self._barrier('told')
-    worst = self.kept.worst(self.pending)
+    worst = kept.worst(self.pending)
     self._barrier('counted')
     if multihost.is_lead():
       with contextlib.suppress(OSError):
-        self.kept.forget(self.pending)
+        kept.forget(self.pending)
     if failed is None and (worst != spool.OK or not commit.is_committed(self.pending)):
       failed = errors.of_other_process(
         errors.CheckpointError('another process could not write its part; see its message')
       )
     if failed is None and multihost.is_lead():
-      self.kept.clear()
+      kept.clear()
     if worst == spool.FAILED:  # after a lost lease another run continues in the store
+      error: Any = failed  # of any class, so that none has the attribute
       try:
-        failed.kept_at = str(self.kept.write(self.pending, self._write, self._barrier))
+        error.kept_at = str(kept.write(self.pending, self._write, self._barrier))
       except (OSError, errors.CheckpointError) as e:
         _logger.error(
           'The checkpoint of step %d could not be written to %s either: %s',
           self.pending.step,
-          self.kept.folder,
+          kept.folder,
           e,
         )
     return failed
@@ -116,11 +121,8 @@ class StoreSave:
 
 def write_data_state(pending: commit.PendingCheckpoint, data_state: Mapping[str, bytes]) -> None:
   """Write the position of this process's data iterator for a save."""
-  folder = (
-    pending.temporary
-    / restore.data_dir_name(jax.process_index(), jax.process_count())
-    / pending.own_folder
-  )
+  name = restore.data_dir_name(jax.process_index(), jax.process_count())
+  folder = pending.temporary / name / pending.own_folder
   folder.mkdir(parents=True, exist_ok=True)
   for key, value in data_state.items():
     files.write(folder / restore.data_file_name(key), value, durable=False)  # flushed at the commit

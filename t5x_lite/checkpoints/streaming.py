@@ -7,12 +7,11 @@ A custom handler gives Orbax the value of each leaf when it is written, so the f
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import concurrent.futures
 import contextlib
 import functools
 import json
-import pathlib
 import threading
 from typing import Any
 import uuid
@@ -40,7 +39,8 @@ class _Leaf:
   def __init__(self, name: str, order: int, shape: Any, read_fn: Callable[[str], np.ndarray]):
     self.name = name
     self.order = order
-    self.shape, self.dtype = tuple(shape.shape), np.dtype(shape.dtype)
+    self.shape = tuple(shape.shape)
+    self.dtype = np.dtype(shape.dtype)
     self._read_fn = read_fn
 
   @property
@@ -69,12 +69,13 @@ def _handler_class():
     def __init__(self):
       super().__init__(deepcopy_host_arrays=False)
 
-    async def serialize(self, values, infos, args=None):
+    async def serialize(self, values: Sequence[Any], infos, args=None):
       """See base class; all leaves are written on return."""
       del args
       group = []
       num_bytes = 0
-      for leaf, info in sorted(zip(values, infos, strict=True), key=lambda pair: pair[0].order):
+      pairs = sorted(zip(values, infos, strict=True), key=lambda pair: pair[0].order)
+      for leaf, info in pairs:
         if group and (len(group) == _GROUP_ARRAYS or num_bytes + leaf.num_bytes > _GROUP_BYTES):
           await self._write(group)
           group = []
@@ -90,9 +91,8 @@ def _handler_class():
       futures = []
       for array, info in group:
         futures += await super().serialize([array], [info])
-      results = await asyncio.gather(
-        *(asyncio.to_thread(future.result) for future in futures), return_exceptions=True
-      )
+      waits = [asyncio.to_thread(future.result) for future in futures]
+      results = await asyncio.gather(*waits, return_exceptions=True)
       for error in results:
         if isinstance(error, BaseException):
           raise error
@@ -185,7 +185,7 @@ def _write_state(
         stopped.set()
   except Exception as e:  # Orbax and TensorStore raise exceptions of many types
     if own:
-      raise own[0]  # pylint: disable=raise-missing-from
+      raise own[0] from None
     if isinstance(e, errors.T5xLiteError):
       raise
     raise errors.CheckpointError(
@@ -193,7 +193,7 @@ def _write_state(
     ) from e
 
 
-def _save(directory: pathlib.Path, leaves: Mapping[str, _Leaf]) -> None:
+def _save(directory: files.Path, leaves: Mapping[str, _Leaf]) -> None:
   ocp = state_io.orbax()
   registry = ocp.type_handlers.create_type_handler_registry((_Leaf, _handler_class()()))
   handler = ocp.PyTreeCheckpointHandler(**state_io.HANDLER_OPTIONS, type_handler_registry=registry)

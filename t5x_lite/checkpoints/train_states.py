@@ -12,6 +12,7 @@ import tempfile
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+from jax import core
 import numpy as np
 
 from t5x_lite import checks
@@ -39,6 +40,7 @@ class HasPosition(Protocol):
 
   def get_state(self) -> Mapping[str, bytes]:
     """Return the position."""
+    ...
 
   def set_state(self, state: Mapping[str, bytes]) -> None:
     """Go to a position."""
@@ -70,7 +72,7 @@ def check_iterator(owner: str, dataset_iterator: Any) -> None:
 
 def get_local_data(x: Any) -> Any:
   """Return the first shard of a `jax.Array` on this process, and any other value unchanged."""
-  if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+  if isinstance(x, jax.Array) and not isinstance(x, core.Tracer):
     return x.addressable_data(0)
   return x
 
@@ -103,9 +105,8 @@ def save_train_state(
   """
   step = int(get_local_data(train_state.step))
   path = discovery.get_checkpoint_dir(directory, step)
-  if multihost.broadcast_from_lead(
-    np.int32(files.path(path).exists() and not discovery.is_incomplete(path))
-  ):
+  is_there = files.path(path).exists() and not discovery.is_incomplete(path)
+  if multihost.broadcast_from_lead(np.int32(is_there)):
     _logger.warning('Step %d is not saved, because %s exists.', step, path)
     return False
   save_options = dataclasses.replace(
@@ -114,16 +115,15 @@ def save_train_state(
   )
   with manager.CheckpointManager(directory, save_cfg=save_options) as writer:
     name = save_options.metric_name_to_monitor
-    for known, value in (
-      event_metrics.populate_metrics_for_steps(directory, name, writer.all_steps()) if name else {}
-    ).items():
-      if math.isfinite(value):
-        writer.record_metrics(known, {name: value})
-    writer.save(
-      step,
-      train_state.state_dict(),
-      data_state=None if dataset_iterator is None else _position(dataset_iterator),
-    )
+    if name:
+      values = event_metrics.populate_metrics_for_steps(directory, name, writer.all_steps())
+      for known, value in values.items():
+        if math.isfinite(value):
+          writer.record_metrics(known, {name: value})
+    position = None
+    if dataset_iterator is not None:
+      position = _position(dataset_iterator)
+    writer.save(step, train_state.state_dict(), data_state=position)
   return True
 
 

@@ -38,6 +38,7 @@ class RestoreStateTransformationFn(Protocol):
     self, state_dict: StateDict, target_state_dict: StateDict, *, is_resuming: bool = False
   ) -> StateDict:
     """Return the state dict with the structure of `target_state_dict`."""
+    ...
 
 
 class SaveStateTransformationFn(Protocol):
@@ -45,6 +46,7 @@ class SaveStateTransformationFn(Protocol):
 
   def __call__(self, state_dict: StateDict, parameter_infos: Any) -> tuple[StateDict, Any]:
     """Return the state dict to save and a `ParameterInfo` for each of its arrays."""
+    ...
 
 
 class AcceptsShapes(abc.ABC):
@@ -194,19 +196,20 @@ def assignment(
   used_rules = set()
   renamed_sources = set()
 
-  def first_match(name):
+  def first_match(name: str) -> tuple[int, re.Match[str], str | None] | None:
     for number, (pattern, replacement) in enumerate(assignment_map):
       match = re.fullmatch(pattern, name)
       if match is not None:
         return number, match, replacement
-    return None, None, None
+    return None
 
   for name in wanted_names:
-    number, match, replacement = first_match(name)
-    if match is None:
+    found = first_match(name)
+    if found is None:
       if name in stored:
         result[name] = name
       continue
+    number, match, replacement = found
     used_rules.add(number)
     if replacement is None:
       continue
@@ -226,9 +229,9 @@ def assignment(
     renamed_sources.add(source)
   for name in stored_names:
     if name not in wanted and name not in renamed_sources:
-      number, match, replacement = first_match(name)
-      if match is not None and replacement is None:
-        used_rules.add(number)
+      found = first_match(name)
+      if found is not None and found[2] is None:  # not to be restored
+        used_rules.add(found[0])
       else:
         result[name] = name
   unused = [assignment_map[n] for n in range(len(assignment_map)) if n not in used_rules]

@@ -16,6 +16,7 @@ from typing import Any
 import gin
 from gin import config as gin_config
 from gin import config_parser
+
 import t5x_lite
 from t5x_lite import module_imports
 from t5x_lite.compat import names as t5x_names

@@ -18,6 +18,7 @@ import typing
 from typing import Any
 
 from gin import config as gin_config
+
 from t5x_lite.configuration.syntax import Location
 from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite.formatting import short_repr

@@ -13,6 +13,7 @@ from typing import Any
 
 import gin
 from gin import config_parser
+
 from t5x_lite import checks
 from t5x_lite import files
 from t5x_lite.configuration import binding as gin_apply

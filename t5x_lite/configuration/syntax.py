@@ -16,6 +16,7 @@ import tokenize
 from typing import Any
 
 from gin import config_parser
+
 from t5x_lite import checks
 from t5x_lite import files
 from t5x_lite.errors import ConfigError, did_you_mean

@@ -18,13 +18,13 @@ the embedded tasks in seqio under the same names.
 """
 
 import abc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 import dataclasses
 import functools
 import hashlib
 import math
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -39,6 +39,7 @@ from t5x_lite.data.text_metrics import edit_similarity
 from t5x_lite.data.text_metrics import exact_match
 from t5x_lite.data.vocabularies import ByteVocabulary
 from t5x_lite.data.vocabularies import Vocabulary
+from t5x_lite.data.vocabularies import required_eos_id
 from t5x_lite.data.vocabularies import sentinel_id
 from t5x_lite.errors import ConfigError, DataError, did_you_mean
 
@@ -48,6 +49,9 @@ _SENTINEL_TEXT = re.compile(r'<extra_id_(\d{1,9})>')
 # Offset of the seeds that seqio passes to `denoise` in the task of the same name: 42 per preprocessor before the cache,
 # then two for each random preprocessor before it (the chunk, the split).
 _DENOISE_SEED_OFFSET = 2 * 42 + 4
+
+
+_Found = TypeVar('_Found', bound=Sized)
 
 
 class ExampleTable(abc.ABC):
@@ -164,14 +168,13 @@ class SpanCorruptionExamples(ExampleTable):
       noise_density=NOISE_DENSITY,
       mean_noise_span_length=MEAN_NOISE_SPAN_LENGTH,
     )
-    eos_id = self._vocabulary.eos_id
-    return [
-      {
-        'inputs': append_eos_after_trim(inputs, eos_id, self._lengths['inputs']),
-        'targets': append_eos_after_trim(targets, eos_id, self._lengths['targets']),
-      }
-      for inputs, targets in corrupted
-    ]
+    eos_id = required_eos_id(self._vocabulary)
+    examples = []
+    for inputs, targets in corrupted:
+      inputs = append_eos_after_trim(inputs, eos_id, self._lengths['inputs'])
+      targets = append_eos_after_trim(targets, eos_id, self._lengths['targets'])
+      examples.append({'inputs': inputs, 'targets': targets})
+    return examples
 
   @functools.cached_property
   def fingerprint(self) -> str:
@@ -245,17 +248,20 @@ class BuiltinMixture:
   @property
   def tasks(self) -> list[BuiltinTask]:
     """The tasks, in the order of `rates`."""
-    tasks = [get_builtin(name) for name in self.rates]
-    for task in tasks:
-      if not isinstance(task, BuiltinTask) or task.vocabularies != tasks[0].vocabularies:
-        if isinstance(task, BuiltinTask):
-          got = f'with {dict(task.vocabularies)}'
-        else:
-          got = 'which is a mixture'
-        raise ConfigError(
-          f'The tasks of the mixture {self.name!r} must have the features and vocabularies of '
-          f'{tasks[0].name!r}, got {task.name!r}, {got}.'
-        )
+    entries = [get_builtin(name) for name in self.rates]
+    tasks: list[BuiltinTask] = []
+    for entry in entries:
+      if not isinstance(entry, BuiltinTask):
+        got = 'which is a mixture'
+      elif tasks and entry.vocabularies != tasks[0].vocabularies:
+        got = f'with {dict(entry.vocabularies)}'
+      else:
+        tasks.append(entry)
+        continue
+      raise ConfigError(
+        f'The tasks of the mixture {self.name!r} must have the features and vocabularies of '
+        f'{entries[0].name!r}, got {entry.name!r}, {got}.'
+      )
     return tasks
 
 
@@ -278,7 +284,7 @@ def register_builtin_mixture(mixture: BuiltinMixture) -> BuiltinMixture:
     ConfigError: the name is taken, or the tasks differ in features or vocabularies.
     DataError: a task is unknown.
   """
-  mixture.tasks  # checks the tasks
+  _ = mixture.tasks  # checks the tasks
   return _register(mixture)
 
 
@@ -345,24 +351,21 @@ def text_task(
   features = {'input': takes_texts and encode_inputs_fn is None, 'target': takes_texts}
 
   def table_fn(split: str, lengths: Mapping[str, int]) -> StaticExamples:
-    def finish(ids: Sequence[int]) -> np.ndarray:
-      return np.array([*ids, vocabulary.eos_id], np.int32)
-
-    pairs = _checked_pairs(texts_fn(split), f'The task {name!r}, split {split!r}', features)
-    # A language model may need only the targets.
-    inputs = [
-      {'inputs': finish(encode_inputs(source))} if 'inputs' in lengths else {}
-      for source, _ in pairs
-    ]
-    return StaticExamples(
-      [
-        {**example, 'targets': finish(vocabulary.encode(target))}
-        for example, (_, target) in zip(inputs, pairs, strict=True)
-      ],
-      [{'inputs_pretokenized': source, 'targets_pretokenized': target} for source, target in pairs],
-      end_ids=dict.fromkeys(lengths, vocabulary.eos_id),
-      lengths=lengths,
-    )
+    eos_id = required_eos_id(vocabulary)
+    examples = []
+    texts = []
+    for source, target in _checked_pairs(
+      texts_fn(split), f'The task {name!r}, split {split!r}', features
+    ):
+      example = {}
+      # A language model may need only the targets.
+      if 'inputs' in lengths:
+        example['inputs'] = np.array([*encode_inputs(source), eos_id], np.int32)
+      example['targets'] = np.array([*vocabulary.encode(target), eos_id], np.int32)
+      examples.append(example)
+      texts.append({'inputs_pretokenized': source, 'targets_pretokenized': target})
+    end_ids = dict.fromkeys(lengths, eos_id)
+    return StaticExamples(examples, texts, end_ids=end_ids, lengths=lengths)
 
   return BuiltinTask(
     name=name,
@@ -385,25 +388,28 @@ def _checked_pairs(pairs: Any, where: str, features: Mapping[str, bool]) -> list
   Raises:
     DataError: an example is not a pair of texts.
   """
-  checked = (
-    list(pairs) if isinstance(pairs, Iterable) else [pairs]
-  )  # not iterable, e.g. None: fails below
+  if isinstance(pairs, Iterable):
+    checked = list(pairs)
+  else:
+    checked = [pairs]  # e.g. None: fails below
   for number, pair in enumerate(checked, start=1):
-    is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
-    invalid = [
-      feature
-      for (feature, is_text), value in zip(
-        features.items(), pair if is_pair else (), strict=is_pair
-      )
-      if is_text and not isinstance(value, str)
-    ]
-    if not is_pair or invalid:
+    problem = _problem_of_pair(pair, features)
+    if problem is not None:
       raise DataError(
-        f'{where}, example {number}: {invalid[0] if invalid else "it"} must be '
-        f'{"a text" if invalid else "a pair (input, target) of texts"}, got {pair!r:.80}. '
+        f'{where}, example {number}: {problem}, got {pair!r:.80}. '
         'data.read_tsv reports the file and line of an invalid pair.'
       )
   return checked
+
+
+def _problem_of_pair(pair: Any, features: Mapping[str, bool]) -> str | None:
+  """Return the expectation that a pair does not meet, for a message, or None; see `_checked_pairs`."""
+  if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+    return 'it must be a pair (input, target) of texts'
+  for (feature, is_text), value in zip(features.items(), pair, strict=True):
+    if is_text and not isinstance(value, str):
+      return f'{feature} must be a text'
+  return None
 
 
 def check_split(name: str, split: str, splits: Sequence[str]) -> None:
@@ -414,20 +420,24 @@ def check_split(name: str, split: str, splits: Sequence[str]) -> None:
     )
 
 
-def check_not_empty(found: Any, split: str, name: str, where: str = '') -> None:
-  """Raise DataError if a split gave no example.
+def check_not_empty(found: _Found | None, split: str, name: str, where: str = '') -> _Found:
+  """Return the examples of a split, or raise if it gave none.
 
   Args:
-    found: examples; empty or None without an example.
+    found: examples, or the features of one; empty or None without an example.
     split: name of the split, for the message.
     name: name of the task, for the message.
     where: data shard, for the message.
+
+  Raises:
+    DataError: `found` is empty or None.
   """
   if found is None or not len(found):  # an array has no truth value
     raise DataError(
       f'The split {split!r} of {name!r} is empty: it gave no example{where}. Check its files, its '
       'preprocessors, and the number of processes.'
     )
+  return found
 
 
 def split_remedy(splits: Iterable[str]) -> str:

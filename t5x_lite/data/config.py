@@ -145,6 +145,12 @@ class DatasetConfig:
       return 0
     return self.seed
 
+  @property
+  def known_lengths(self) -> Mapping[str, int]:
+    """`task_feature_lengths` of a dataset that is being opened: they are given, or were computed before."""
+    assert self.task_feature_lengths is not None  # See `check_lengths_are_given`.
+    return self.task_feature_lengths
+
   def check_lengths_are_given(self, use: str, argument: str = '') -> None:
     """Raise ConfigError if `task_feature_lengths` is None.
 
@@ -161,6 +167,7 @@ class DatasetConfig:
         'Set TASK_FEATURE_LENGTHS. None '
         'is for evaluation and inference with tasks that do not need lengths.',
       )
+      assert error.options is not None  # `checks.invalid` sets them.
       error.options.argument = argument
       raise error
 

@@ -35,6 +35,7 @@ class GetDatasetCallable(Protocol):
     continue_from_last_checkpoint: bool = True,
   ) -> Any:
     """Return a `tf.data.Dataset`, an iterator of clu, or a `HostIterator`, of this process's rows."""
+    ...
 
 
 class GetEvalDatasetCallable(Protocol):
@@ -49,6 +50,7 @@ class GetEvalDatasetCallable(Protocol):
     feature_converter_cls: Callable[..., Any],
   ) -> Mapping[str, Any]:
     """Return task name to a `tf.data.Dataset` or another iterable of batches of this process's rows."""
+    ...
 
 
 def get_dataset(
@@ -181,9 +183,8 @@ def open_train_data(
     layout: the partitioner's layout for `cfg.batch_size`.
     feature_converter: name that the model gives.
   """
-  if (
-    inspect.unwrap(fn) is get_dataset
-  ):  # the same batches, with the sources' own positions; gin wraps it
+  # The same batches, with the sources' own positions; gin wraps the function.
+  if inspect.unwrap(fn) is get_dataset:
     fn = open_train_iterator
   if not _has_shards(fn):
     return checks.call_custom(
@@ -213,7 +214,7 @@ def open_train_data(
       'split': cfg.split,
       'batch_size': cfg.batch_size,
       'seed': cfg.effective_seed,
-      'task_feature_lengths': dict(sorted(cfg.task_feature_lengths.items())),
+      'task_feature_lengths': dict(sorted(cfg.known_lengths.items())),
     },
     may_end=cfg.num_epochs is not None,
   )
@@ -279,9 +280,8 @@ def _as_eval_batches(
   """
   if isinstance(batches, EvalBatches):
     return batches
-  if isinstance(
-    batches, Iterator
-  ):  # Counting would use up its batches, and evaluations would have none.
+  # Counting would use up the batches of an iterator, and evaluations would have none.
+  if isinstance(batches, Iterator):
     raise checks.invalid(
       '',
       'train_eval_get_dataset_fn',
@@ -292,23 +292,26 @@ def _as_eval_batches(
   start_fn = getattr(batches, 'as_numpy_iterator', lambda: iter(batches))
   number = 0
   first = None
-  for number, each in enumerate(start_fn(), 1):
-    first = each if first is None else first
-  check_not_empty(first, cfg.split, name)
-  spec = {
-    feature: jax.ShapeDtypeStruct((layout.batch_size, *rows.shape[1:]), rows.dtype)
-    for feature, rows in first.items()
-  }
+  for each in start_fn():
+    number += 1
+    if first is None:
+      first = each
+  first = check_not_empty(first, cfg.split, name)
+  spec = {}
+  for feature, rows in first.items():
+    shape = (layout.batch_size, *rows.shape[1:])
+    spec[feature] = jax.ShapeDtypeStruct(shape, rows.dtype)
   return EvalBatches(start_fn, spec, number, number * layout.batch_size)
 
 
 def _has_shards(fn: Callable[..., Any]) -> bool:
   """Return whether a function has T5X's signature: T5X passes all arguments by position, so any names are allowed."""
   parameters = inspect.signature(fn).parameters
-  has_ours = 'feature_converter' in parameters or any(
-    each.kind is each.VAR_KEYWORD for each in parameters.values()
-  )
-  return 'num_shards' in parameters or not has_ours
+  if 'num_shards' in parameters:
+    return True
+  if 'feature_converter' in parameters:
+    return False
+  return not any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def _layout(cfg: DatasetConfig, shard_id: int, num_shards: int) -> DataLayout:

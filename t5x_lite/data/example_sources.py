@@ -8,6 +8,7 @@ import numpy as np
 
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.features import FeatureConverter
+from t5x_lite.data.features import Row
 from t5x_lite.data.interfaces import Example
 from t5x_lite.data.interfaces import ExampleSource
 from t5x_lite.data.interfaces import HostBatch
@@ -31,7 +32,8 @@ class ConvertedSource(ExampleSource):
 
   def convert(self, examples: Sequence[Example], num_rows: int) -> HostBatch:
     """See base class."""
-    rows = [(example.row,) for example in examples] + [()] * (num_rows - len(examples))
+    rows: list[Row] = [(example.row,) for example in examples]
+    rows += [()] * (num_rows - len(examples))
     return self._converter.convert(rows, self._lengths, False)
 
 
@@ -47,7 +49,7 @@ class TableExamples(ConvertedSource):
     table: examples of the task.
     converter: feature converter of the model.
     """
-    super().__init__(converter, cfg.task_feature_lengths)
+    super().__init__(converter, cfg.known_lengths)
     self.name = name
     self.num_examples = len(table)
     self.identity = {**task_identity(cfg, name), 'content': [len(table), table.fingerprint]}
@@ -63,7 +65,8 @@ class TableExamples(ConvertedSource):
     (found,) = self._table.whole.examples(self._cfg.effective_seed, np.array([record]))
     row = self._table.trim(found)
     texts = self._table.texts(record, self._cfg.effective_seed)
-    return Example({**row, **texts}, row, any(len(found[name]) > len(row[name]) for name in row))
+    is_cut = any(len(found[name]) > len(row[name]) for name in row)
+    return Example({**row, **texts}, row, is_cut)
 
 
 def task_identity(cfg: DatasetConfig, name: str) -> dict[str, Any]:
@@ -73,6 +76,6 @@ def task_identity(cfg: DatasetConfig, name: str) -> dict[str, Any]:
     'task': name,
     'split': cfg.split,
     'seed': cfg.effective_seed,
-    'task_feature_lengths': dict(sorted(cfg.task_feature_lengths.items())),
+    'task_feature_lengths': dict(sorted(cfg.known_lengths.items())),
     'use_cached': cfg.use_cached,
   }

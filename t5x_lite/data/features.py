@@ -77,9 +77,8 @@ class FeatureConverter(abc.ABC):
 
   def features_of(self, task_features: Sequence[str]) -> list[str]:
     """Return the features of a task that this converter uses."""
-    return [
-      name for name in (*self.TASK_FEATURES, *self.OPTIONAL_TASK_FEATURES) if name in task_features
-    ]
+    used = (*self.TASK_FEATURES, *self.OPTIONAL_TASK_FEATURES)
+    return [name for name in used if name in task_features]
 
   def row_lengths(self, lengths: Mapping[str, int]) -> dict[str, int]:
     """Return the lengths of a row by name; by default those of the task features."""
@@ -91,7 +90,7 @@ class FeatureConverter(abc.ABC):
 
   def pack(
     self, examples: Sequence[Mapping[str, np.ndarray]], lengths: Mapping[str, int]
-  ) -> list[Row]:
+  ) -> Sequence[Row]:
     """Pack examples into rows, in order: a new row begins when the next example does not fit.
 
     Args:
@@ -103,7 +102,8 @@ class FeatureConverter(abc.ABC):
     used = dict.fromkeys(row_lengths, 0)
     for example in examples:
       sizes = self.sizes(example)
-      if not rows or any(used[name] + sizes[name] > length for name, length in row_lengths.items()):
+      is_full = any(used[name] + sizes[name] > length for name, length in row_lengths.items())
+      if not rows or is_full:
         rows.append([])
         used = dict.fromkeys(row_lengths, 0)
       rows[-1].append(example)

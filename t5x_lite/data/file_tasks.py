@@ -42,6 +42,7 @@ from t5x_lite.data.records import parse_json
 from t5x_lite.data.records import parse_record
 from t5x_lite.data.text_examples import as_ids
 from t5x_lite.data.vocabularies import Vocabulary
+from t5x_lite.data.vocabularies import required_eos_id
 from t5x_lite.data.vocabularies import sentinel_id
 from t5x_lite.errors import ConfigError, DataError, did_you_mean
 
@@ -178,20 +179,17 @@ class FileExamples(ExampleTable):
     """Hash of the files and of the first examples, which depend on the preprocessors and vocabularies."""
     digest = hashlib.sha256(self._records.fingerprint.encode())
     for example in self.examples(0, np.arange(min(_NUM_TRIED, len(self)))):
-      for feature, ids in sorted(trim(example, self._lengths, True, self.end_ids).items()):
-        digest.update(
-          f'{feature} {len(ids)} '.encode() + np.ascontiguousarray(ids, '<i4').tobytes()
-        )
+      trimmed = trim(example, self._lengths, True, self.end_ids)
+      for feature, ids in sorted(trimmed.items()):
+        digest.update(f'{feature} {len(ids)} '.encode())
+        digest.update(np.ascontiguousarray(ids, '<i4').tobytes())
     return digest.hexdigest()[:16]
 
   @property
   def end_ids(self) -> Mapping[str, int]:
     """See base class."""
-    return {
-      feature: self._vocabularies[feature].eos_id
-      for feature in self._lengths
-      if self._add_eos[feature]
-    }
+    ending = [feature for feature in self._lengths if self._add_eos[feature]]
+    return {feature: required_eos_id(self._vocabularies[feature]) for feature in ending}
 
   def examples(self, seed: int, numbers: np.ndarray) -> list[dict[str, Any]]:
     """See base class."""
@@ -207,14 +205,14 @@ class FileExamples(ExampleTable):
     """Return the texts of the features, and the other fields of the record, which postprocessors may use."""
     (content,) = self._records.read([number % len(self)])
     record, _ = self._prepare(self._seeds(seed), number, content)
-    texts = {
-      f'{feature}_pretokenized': record[key]
-      if isinstance(record[key], str)
-      else record[key].decode('utf-8', errors='replace')
-      for feature, key in self._keys.items()
-      if isinstance(record.get(key), (str, bytes))
-    }
-    return {**{name: value for name, value in record.items() if name not in self._keys}, **texts}
+    texts = {name: value for name, value in record.items() if name not in self._keys}
+    for feature, key in self._keys.items():
+      value = record.get(key)
+      if isinstance(value, bytes):
+        value = value.decode('utf-8', errors='replace')
+      if isinstance(value, str):
+        texts[f'{feature}_pretokenized'] = value
+    return texts
 
   def _seeds(self, seed: int) -> list[np.ndarray]:
     """Return, for each preprocessor, the seed from which its seeds are derived."""
@@ -240,8 +238,9 @@ class FileExamples(ExampleTable):
       vocabulary = self._vocabularies[feature]
       with _located(where, f'the vocabulary of {feature!r}'):
         ids = as_ids(_value(record, self._keys[feature]), vocabulary, repr(self._keys[feature]))
-      if self._add_eos[feature] and not (len(ids) and ids[-1] == vocabulary.eos_id):
-        ids = np.append(ids, np.int32(vocabulary.eos_id))
+      has_eos = len(ids) and ids[-1] == vocabulary.eos_id
+      if self._add_eos[feature] and not has_eos:
+        ids = np.append(ids, np.int32(required_eos_id(vocabulary)))
       example[feature] = ids
     return example
 
@@ -341,12 +340,14 @@ def file_task(
       from t5x_lite.data import grain_records
 
       records: Records = grain_records.ArrayRecords(paths)
+      parse_fn = parse_record
     else:
       records = JsonLines(paths)
+      parse_fn = parse_json
     return FileExamples(
       name,
       records,
-      parse_json if format == 'jsonl' else parse_record,
+      parse_fn,
       keys,
       vocabularies,
       ends,

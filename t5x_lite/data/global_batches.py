@@ -190,7 +190,9 @@ class _Producer:
             delay,
           )
       with self._changed:
-        self._changed.wait_for(lambda: self._closed or generation != self._generation, delay)
+        self._changed.wait_for(
+          lambda generation=generation: self._closed or generation != self._generation, delay
+        )
     if self._is_left_behind:
       self._host_iterator.close()
 
@@ -210,7 +212,7 @@ class _Producer:
         error = e  # raised if the consumer requests the position
     with self._changed:
       if generation == self._generation:
-        if can_ask and error is None:
+        if state is not None:
           if self._known is not None and self._known[1] < number:
             self._older = self._known
           self._known = state, number
@@ -244,14 +246,18 @@ class _Producer:
     while not self._closed:
       host_batch = next(source)
       tells = self._tells_each_state and self._known is not None
-      state = source.get_state() if tells else None
+      state = None
+      if tells:
+        state = source.get_state()
       is_new = self._num_read >= self._num_queued
-      batch = self._convert(host_batch) if is_new else {}
+      batch = {}
+      if is_new:
+        batch = self._convert(host_batch)
       with self._changed:
         if generation != self._generation:
           return
         self._num_read += 1
-        if tells:
+        if state is not None:
           self._known = state, self._num_read
         if is_new:
           self._num_queued += 1
@@ -475,7 +481,9 @@ class GlobalBatches:
 
   def __next__(self) -> dict[str, jax.Array]:
     """Return the next batch; raises errors of the source with their traceback."""
-    return self._producer.take()
+    batch = self._producer.take()
+    assert batch is not None  # It waits without a limit.
+    return batch
 
   def peek(self) -> dict[str, jax.Array]:
     """Return the next batch without taking it; at the end of the data, raise StopIteration."""

@@ -26,7 +26,8 @@ with needs_packages(
   extra='grain',
   otherwise='read JSON lines with --gin.DATA_SOURCE=builtin',
 ):
-  from array_record.python import array_record_module
+  # The module is compiled.
+  from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
   import grain as grain
 
 # Bytes at the beginning and at the end of a file, where the index is, for the fingerprint.
@@ -64,12 +65,13 @@ class ArrayRecords(Records):
 
   def read(self, numbers: Sequence[int]) -> list[bytes]:
     """See base class."""
-    numbers = np.asarray(numbers, np.int64)
-    files = np.searchsorted(self._firsts, numbers, side='right') - 1
-    results: list[bytes] = [b''] * len(numbers)
+    wanted = np.asarray(numbers, np.int64)
+    files = np.searchsorted(self._firsts, wanted, side='right') - 1
+    results: list[bytes] = [b''] * len(wanted)
     for file in np.unique(files).tolist():
       indices = np.flatnonzero(files == file).tolist()
-      found = self._read_file(file, (numbers[indices] - self._firsts[file]).tolist())
+      in_file = wanted[indices] - self._firsts[file]
+      found = self._read_file(file, in_file.tolist())
       for index, content in zip(indices, found, strict=True):
         results[index] = content
     return results

@@ -72,7 +72,7 @@ class HostIterator(abc.ABC):
     """Return statistics of trimmed ids in a sample of examples, or None; does not change the position."""
     return None
 
-  def close(self) -> None:
+  def close(self) -> None:  # noqa: B027  # Most iterators have nothing to free.
     """Free threads and files; the iterator cannot be used afterwards."""
 
 
@@ -284,7 +284,7 @@ class ExampleSource(abc.ABC):
   def convert(self, examples: Sequence[Example], num_rows: int) -> HostBatch:
     """Return a batch of `num_rows` rows: the rows of `examples`, then rows of zeros."""
 
-  def close(self) -> None:
+  def close(self) -> None:  # noqa: B027  # Most sources have nothing to free.
     """Free files; the source cannot be used afterwards."""
 
 

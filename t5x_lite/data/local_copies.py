@@ -11,10 +11,14 @@ import pathlib
 import shutil
 import tempfile
 import threading
+from typing import TYPE_CHECKING
 
 from t5x_lite import files
 from t5x_lite.errors import DataError
 from t5x_lite.formatting import format_bytes
+
+if TYPE_CHECKING:
+  from t5x_lite import object_store
 
 _PREFIX = 't5x_lite-copies-'
 _logger = logging.getLogger(__name__)
@@ -39,32 +43,39 @@ def local_paths(paths: Sequence[str]) -> list[str]:
     return list(paths)
   from t5x_lite import object_store
 
-  remote = list(dict.fromkeys(files.path(path) for path in paths if files.is_remote(path)))
+  opened = [files.path(path) for path in paths]
+  remote = list(dict.fromkeys(path for path in opened if files.is_remote(path)))
   with _guard:
     folder = _folder()
     try:
       versions = object_store.in_parallel(lambda path: path.version(), remote)
-      copies = {
-        str(path): folder
-        / f'{hashlib.sha256(f"{path} {version}".encode()).hexdigest()[:32]}{path.suffix}'
-        for path, version in zip(remote, versions, strict=True)
-      }
-      missing = [path for path in remote if not copies[str(path)].exists()]
+      copies = {}
+      missing = []
+      for path, version in zip(remote, versions, strict=True):
+        digest = hashlib.sha256(f'{path} {version}'.encode()).hexdigest()
+        copy = folder / f'{digest[:32]}{path.suffix}'
+        copies[path] = copy
+        if not copy.exists():
+          missing.append((path, copy, version))
       if missing:
-        _check_space(
-          folder, missing, sum(object_store.in_parallel(lambda path: path.stat().st_size, missing))
-        )
-        object_store.in_parallel(
-          lambda path: _copy(path, copies[str(path)], versions[remote.index(path)]), missing
-        )
+        sizes = object_store.in_parallel(lambda item: item[0].stat().st_size, missing)
+        _check_space(folder, [path for path, _, _ in missing], sum(sizes))
+        object_store.in_parallel(lambda item: _copy(*item), missing)
     except OSError as error:
       raise DataError(f'Cannot read {error.filename!r}: {error.strerror or error}.') from error
-  return [str(copies[str(files.path(path))]) if files.is_remote(path) else path for path in paths]
+  local = []
+  for path, remote_path in zip(paths, opened, strict=True):
+    if remote_path in copies:
+      path = str(copies[remote_path])
+    local.append(path)
+  return local
 
 
 def _check_space(folder: pathlib.Path, paths: Sequence[files.Path], size: int) -> None:
   free = shutil.disk_usage(folder).free
-  what = f'{paths[0]}' + (f' and {len(paths) - 1} more' if len(paths) > 1 else '')
+  what = str(paths[0])
+  if len(paths) > 1:
+    what += f' and {len(paths) - 1} more'
   if size > free:
     raise DataError(
       f'Reading {what} requires a local copy of {format_bytes(size)}, and {folder.parent} has '
@@ -78,7 +89,7 @@ def _check_space(folder: pathlib.Path, paths: Sequence[files.Path], size: int) -
   )
 
 
-def _copy(source: files.Path, target: pathlib.Path, version: str) -> None:
+def _copy(source: 'object_store.StorePath', target: pathlib.Path, version: str) -> None:
   """Copy a version of an object; the target appears when it is complete."""
   unfinished = target.with_name(f'{target.name}{files.WRITING_INFIX}')
   with source.open('rb') as stream, unfinished.open('wb') as output:

@@ -12,6 +12,7 @@ Seeds are pairs of 64-bit integers; functions accept arrays of seeds, uint64[...
 import math
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 _MULTIPLIER_0 = np.uint64(0xD2511F53)
 _MULTIPLIER_1 = np.uint64(0xCD9E8D57)
@@ -27,7 +28,7 @@ _NUM_FEISTEL_ROUNDS = 6
 _DEFAULT_GRAPH_SEED = np.uint64(87654321)
 
 
-def philox_words(key: np.ndarray, counter_high: np.ndarray, counter_low: np.ndarray) -> np.ndarray:
+def philox_words(key: ArrayLike, counter_high: ArrayLike, counter_low: ArrayLike) -> np.ndarray:
   """Return the words of the counters `counter_high * 2**64 + counter_low` with `key`.
 
   Args:
@@ -38,13 +39,13 @@ def philox_words(key: np.ndarray, counter_high: np.ndarray, counter_low: np.ndar
   Returns:
     uint64[..., 4], each below 2**32.
   """
-  key, counter_high, counter_low = np.broadcast_arrays(key, counter_high, counter_low)
-  c0 = counter_low & _LOW
-  c1 = counter_low >> _SHIFT
-  c2 = counter_high & _LOW
-  c3 = counter_high >> _SHIFT
-  k0 = key & _LOW
-  k1 = key >> _SHIFT
+  keys, high, low = np.broadcast_arrays(key, counter_high, counter_low)
+  c0 = low & _LOW
+  c1 = low >> _SHIFT
+  c2 = high & _LOW
+  c3 = high >> _SHIFT
+  k0 = keys & _LOW
+  k1 = keys >> _SHIFT
   for _ in range(10):
     product_0 = _MULTIPLIER_0 * c0
     product_1 = _MULTIPLIER_1 * c2
@@ -63,10 +64,11 @@ def _join(low: np.ndarray, high: np.ndarray) -> np.ndarray:
 
 def as_seeds(*columns: int | np.ndarray) -> np.ndarray:
   """Return integers or arrays, stacked in a new last dim, uint64[..., len(columns)]; negative values wrap around."""
-  arrays = [
-    np.asarray(column % 2**64 if isinstance(column, int) else column).astype(np.uint64)
-    for column in columns
-  ]
+  arrays = []
+  for column in columns:
+    if isinstance(column, int):
+      column = column % 2**64
+    arrays.append(np.asarray(column).astype(np.uint64))
   return np.stack(np.broadcast_arrays(*arrays), axis=-1)
 
 
@@ -91,7 +93,9 @@ def random_words(seeds: np.ndarray, num_words: int) -> np.ndarray:
 def uniform(seeds: np.ndarray, size: int) -> np.ndarray:
   """Return float32[..., size] in [0, 1), equal to TensorFlow's `stateless_uniform`, from 23 bits of each word."""
   words = random_words(seeds, size).astype(np.uint32)
-  return ((words & np.uint32(0x7FFFFF)) | np.uint32(0x3F800000)).view(np.float32) - np.float32(1)
+  # A float32 in [1, 2): the exponent of 1, and 23 random bits of mantissa.
+  bits = (words & np.uint32(0x7FFFFF)) | np.uint32(0x3F800000)
+  return bits.view(np.float32) - np.float32(1)
 
 
 def split(seeds: np.ndarray, num: int) -> np.ndarray:

@@ -96,10 +96,11 @@ def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 def pack_batches(batches: Sequence[HostBatch]) -> bytes:
   """Return a file with batches that were read and not used."""
   buffer = io.BytesIO()
-  np.savez(
-    buffer,
-    **{f'{i}/{name}': rows for i, batch in enumerate(batches) for name, rows in batch.items()},
-  )
+  arrays: dict[str, Any] = {}
+  for i, batch in enumerate(batches):
+    for name, rows in batch.items():
+      arrays[f'{i}/{name}'] = rows
+  np.savez(buffer, **arrays)
   return buffer.getvalue()
 
 

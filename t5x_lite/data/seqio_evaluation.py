@@ -22,6 +22,8 @@ from t5x_lite.data.interfaces import OutputMetric
 from t5x_lite.data.interfaces import batches_of_rows
 from t5x_lite.data.interfaces import warn_of_omitted_tasks
 from t5x_lite.data.positions import shard_rows
+from t5x_lite.data.seqio_import import element_specs
+from t5x_lite.data.seqio_import import numpy_elements
 from t5x_lite.data.seqio_import import quiet
 from t5x_lite.data.seqio_import import reading
 from t5x_lite.data.seqio_import import seqio
@@ -173,7 +175,7 @@ def _materialize(
     DataError: the dataset is empty, or reading fails.
   """
   with reading(cfg, task):
-    rows = list(dataset.as_numpy_iterator())
+    rows = list(numpy_elements(dataset))
   check_not_empty(rows, cfg.split, task.name)
   return rows
 
@@ -186,10 +188,10 @@ def _eval_batches(
   task: Any,
   cfg: DatasetConfig,
 ) -> EvalBatches:
-  spec = {
-    name: jax.ShapeDtypeStruct((layout.batch_size, *s.shape), s.dtype.as_numpy_dtype)
-    for name, s in dataset.element_spec.items()
-  }
+  spec = {}
+  for name, element in element_specs(dataset).items():
+    shape = (layout.batch_size, *element.shape)
+    spec[name] = jax.ShapeDtypeStruct(shape, element.dtype.as_numpy_dtype)
   num_examples = len(rows)
   keep = rows if cfg.use_memory_cache else None
 

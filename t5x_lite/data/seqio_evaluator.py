@@ -84,17 +84,17 @@ class SeqioEvaluator:
       options['use_memory_cache'] = (
         cfg.use_memory_cache
       )  # otherwise the option of the Evaluator decides
-    self._log_dir = log_dir if writes else None
+    self._log_dir: pathlib.Path | None = None
     self._remote_dir: files.Path | None = None
     self._uploaded: dict[pathlib.Path, int] = {}  # time of the last change
-    if self._log_dir is None:
+    if log_dir is None or not writes:
       options['logger_cls'] = ()
     elif files.is_remote(log_dir):  # TensorFlow writes, which has no s3://
-      self._remote_dir, self._log_dir = (
-        log_dir,
-        pathlib.Path(tempfile.mkdtemp(prefix='t5x_lite-seqio-')),
-      )
+      self._remote_dir = log_dir
+      self._log_dir = pathlib.Path(tempfile.mkdtemp(prefix='t5x_lite-seqio-'))
       weakref.finalize(self, shutil.rmtree, self._log_dir, ignore_errors=True)
+    else:
+      self._log_dir = pathlib.Path(log_dir)
     failure = f"seqio's Evaluator does not accept {cfg.name!r}"
     with (
       explained(failure, AssertionError, TypeError, ValueError, error_class=ConfigError),
@@ -178,28 +178,30 @@ class SeqioEvaluator:
 
   def _download(self, step: int) -> bool:
     """Copy the files to which JSONLogger adds lines from a store; return False if that fails, with a warning."""
+    if self._remote_dir is None or self._log_dir is None:
+      return False
     try:
-      for task in self.tasks if self._remote_dir is not None else ():
-        path = self._log_dir / f'{task.name}-metrics.jsonl'
+      for task in self.tasks:
+        name = f'{task.name}-metrics.jsonl'
+        path = self._log_dir / name
         files.remove(path)
         with contextlib.suppress(FileNotFoundError):
-          path.write_bytes(
-            (self._remote_dir / path.relative_to(self._log_dir).as_posix()).read_bytes()
-          )
+          path.write_bytes((self._remote_dir / name).read_bytes())
     except OSError as error:
       _warn_of_loss(step, error)
       return False
-    return self._remote_dir is not None
+    return True
 
   def _upload(self, step: int) -> None:
     """Copy the files of the loggers to a store."""
+    assert self._log_dir is not None  # `_download` returned True.
+    assert self._remote_dir is not None
     try:
       for path in self._log_dir.rglob('*'):
         changed = path.stat().st_mtime_ns
         if path.is_file() and self._uploaded.get(path) != changed:
-          files.write(
-            self._remote_dir / path.relative_to(self._log_dir).as_posix(), path.read_bytes()
-          )
+          name = path.relative_to(self._log_dir).as_posix()
+          files.write(self._remote_dir / name, path.read_bytes())
           self._uploaded[path] = changed
     except OSError as error:
       _warn_of_loss(step, error)

@@ -10,7 +10,10 @@ from t5x_lite import checks
 from t5x_lite.data import seqio_features
 from t5x_lite.data import seqio_tasks as seqio_tasks  # registers the embedded tasks
 from t5x_lite.data import vocabularies
+from t5x_lite.data.seqio_import import as_text
+from t5x_lite.data.seqio_import import dataset_of
 from t5x_lite.data.seqio_import import explained
+from t5x_lite.data.seqio_import import numpy_elements
 from t5x_lite.data.seqio_import import quiet
 from t5x_lite.data.seqio_import import seqio
 from t5x_lite.data.seqio_import import tf
@@ -49,8 +52,8 @@ def preprocess(
   with _preparing(preprocessors):
     dataset = _task_dataset(task, lengths)
     return [
-      {name: _as_text(value) for name, value in example.items()}
-      for example in dataset.as_numpy_iterator()
+      {name: as_text(value) for name, value in example.items()}
+      for example in numpy_elements(dataset)
     ]
 
 
@@ -144,7 +147,7 @@ def batches_from_task(
           f'set get_pretokenized_examples={not pretokenized}.'
         )
       examples.append(
-        {key: _as_text(value) if pretokenized else value.tolist() for key, value in found.items()}
+        {key: as_text(value) if pretokenized else value.tolist() for key, value in found.items()}
       )
   if len(examples) < wanted:
     raise DataError(
@@ -230,7 +233,7 @@ def _source_dataset(examples: Sequence[Mapping[str, Any]]) -> tf.data.Dataset:
       lists = [np.asarray(value).tolist() for value in values]
       is_text = any(isinstance(item, (str, bytes)) for items in lists for item in items)
       columns[name] = tf.ragged.constant(lists, dtype=tf.string if is_text else tf.int32)
-  return tf.data.Dataset.from_tensor_slices(columns)
+  return dataset_of(columns)
 
 
 def _preparing(preprocessors: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
@@ -254,9 +257,3 @@ def _preparing(preprocessors: Sequence[Any]) -> contextlib.AbstractContextManage
     AssertionError,
     remedy=remedy,
   )
-
-
-def _as_text(value: Any) -> Any:
-  if isinstance(value, bytes):
-    return value.decode('utf-8', errors='replace')
-  return value

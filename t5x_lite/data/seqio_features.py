@@ -189,16 +189,15 @@ def rates(provider: Any) -> dict[str, float]:
     with quiet():
       values = {task.name: float(provider.get_rate(task)) for task in provider.tasks}
     # A rate of 0 disables a task.
-    is_valid = min(values.values()) >= 0 and sum(values.values()) > 0
+    if min(values.values()) >= 0 and sum(values.values()) > 0:
+      return values
+    got: object = values
   except (TypeError, ValueError) as error:
-    values = error
-    is_valid = False
-  if not is_valid:
-    raise checks.invalid(
-      f'Mixture {provider.name}',
-      'rates',
-      'numbers >= 0, one of them > 0',
-      values,
-      'Give each task a rate, or set default_rate.',
-    )
-  return values
+    got = error
+  raise checks.invalid(
+    f'Mixture {provider.name}',
+    'rates',
+    'numbers >= 0, one of them > 0',
+    got,
+    'Give each task a rate, or set default_rate.',
+  )

@@ -3,7 +3,7 @@
 The import takes about ten CPU-seconds, so modules that use this one are imported only when a run reads seqio data.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 import contextlib
 import os
 import re
@@ -59,7 +59,30 @@ except RuntimeError:
   )
 
 
-def summary(error: Exception) -> str:
+def numpy_elements(dataset: tf.data.Dataset) -> Iterator[Any]:
+  """Return an iterator of a dataset's elements, dicts of NumPy arrays and bytes or tuples of them."""
+  return dataset.as_numpy_iterator()
+
+
+def element_specs(dataset: tf.data.Dataset) -> Mapping[str, Any]:
+  """Return feature name to `tf.TensorSpec` of a dataset whose elements are dicts."""
+  specs: Any = dataset.element_spec  # TensorFlow's annotation allows any structure.
+  return specs
+
+
+def as_text(value: Any) -> Any:
+  """Return bytes as a text, and other values unchanged."""
+  if isinstance(value, bytes):
+    return value.decode('utf-8', errors='replace')
+  return value
+
+
+def dataset_of(columns: Any) -> tf.data.Dataset:
+  """Return the dataset of the rows of `columns`, feature name to values of all rows."""
+  return tf.data.Dataset.from_tensor_slices(columns)
+
+
+def summary(error: Any) -> str:
   """Return the first line of TensorFlow's message, without names of graph nodes; the last one for code in a graph."""
   if isinstance(error, tf.errors.OpError):
     message = error.message

@@ -17,6 +17,9 @@ from t5x_lite.data.features import check_lengths
 from t5x_lite.data.interfaces import Example
 from t5x_lite.data.interfaces import ExampleSource
 from t5x_lite.data.interfaces import HostBatch
+from t5x_lite.data.seqio_import import as_text
+from t5x_lite.data.seqio_import import element_specs
+from t5x_lite.data.seqio_import import numpy_elements
 from t5x_lite.data.seqio_import import quiet
 from t5x_lite.data.seqio_import import reading
 from t5x_lite.data.seqio_import import tf
@@ -54,19 +57,19 @@ class _SeqioSource(ExampleSource):
     self._dataset = tf.data.Dataset.zip((examples, rows))
     self._spec = {
       name: (tuple(spec.shape), spec.dtype.as_numpy_dtype)
-      for name, spec in rows.element_spec.items()
+      for name, spec in element_specs(rows).items()
     }
     with quiet():
       self.num_examples = task.num_input_examples(cfg.split)
     first = next(self.records(), None)
-    check_not_empty(first, cfg.split, task.name)
+    first = check_not_empty(first, cfg.split, task.name)
     self.identity = {
       **task_identity(cfg, task.name),
       'first_example': _fingerprint(self.prepare(first)),
     }
 
   def records(self, first: int = 0) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray]]]:
-    iterator = self._dataset.skip(first).as_numpy_iterator()
+    iterator = numpy_elements(self._dataset.skip(first))
     for number in itertools.count(first):
       with reading(self._cfg, self._task, f' example {number}'):
         record = next(iterator, None)
@@ -76,13 +79,7 @@ class _SeqioSource(ExampleSource):
 
   def prepare(self, record: tuple[dict[str, Any], dict[str, np.ndarray]]) -> Example:
     fields, row = record
-    return Example(
-      {
-        name: value.decode('utf-8', errors='replace') if isinstance(value, bytes) else value
-        for name, value in fields.items()
-      },
-      row,
-    )
+    return Example({name: as_text(value) for name, value in fields.items()}, row)
 
   def element_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
     return {
@@ -113,21 +110,19 @@ def read_task_texts(cfg: DatasetConfig, max_examples: int | None) -> dict[str, l
   """See `DataSource.read_task_texts`."""
   provider = seqio_features.get_provider(cfg)
   seqio_features.check_split(provider, cfg.split)
-  check_lengths(cfg.task_feature_lengths, list(provider.output_features), provider.name)
-  texts: dict[str, list[str]] = {feature: [] for feature in cfg.task_feature_lengths}
+  check_lengths(cfg.known_lengths, list(provider.output_features), provider.name)
+  texts: dict[str, list[str]] = {feature: [] for feature in cfg.known_lengths}
   for task in seqio_features.subtasks_with_split(provider, cfg.split):
-    dataset = task_dataset(task, cfg, num_epochs=1).take(
-      -1 if max_examples is None else max_examples
-    )
+    dataset = task_dataset(task, cfg, num_epochs=1)
+    if max_examples is not None:
+      dataset = dataset.take(max_examples)
     with reading(cfg, task):
-      examples = list(dataset.as_numpy_iterator())
+      examples = list(numpy_elements(dataset))
     for feature, found in texts.items():
       vocabulary = task.output_features[feature].vocabulary
       for example in examples:
         text = example.get(f'{feature}_pretokenized')
         if text is None:
           text = vocabulary.decode([int(i) for i in example[feature]])
-        found.append(
-          text.decode('utf-8', errors='replace') if isinstance(text, bytes) else str(text)
-        )
+        found.append(str(as_text(text)))
   return texts

@@ -16,6 +16,7 @@ from t5x_lite.data.builtin_tasks import check_not_empty
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.interfaces import SplitLengths
 from t5x_lite.data.seqio_import import explained
+from t5x_lite.data.seqio_import import numpy_elements
 from t5x_lite.data.seqio_import import quiet
 from t5x_lite.data.seqio_import import reading
 from t5x_lite.data.seqio_import import tf
@@ -105,13 +106,12 @@ def _content(task: Any, cfg: DatasetConfig) -> dict[str, Any]:
       for name, feature in task.output_features.items()
     }
   with reading(cfg, task):
-    first = next(_dataset(task, cfg).take(1).as_numpy_iterator(), None)
-  check_not_empty(first, cfg.split, task.name)
+    first = next(numpy_elements(_dataset(task, cfg).take(1)), None)
+  first = check_not_empty(first, cfg.split, task.name)
   digest = hashlib.sha256()
   for name in task.output_features:
-    digest.update(
-      f'{name} {np.shape(first[name])}'.encode() + np.ascontiguousarray(first[name]).tobytes()
-    )
+    digest.update(f'{name} {np.shape(first[name])}'.encode())
+    digest.update(np.ascontiguousarray(first[name]).tobytes())
   return {
     'num_input_examples': number,
     'vocabularies': vocabularies,

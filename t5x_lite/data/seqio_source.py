@@ -13,6 +13,7 @@ from t5x_lite.data import seqio_features
 from t5x_lite.data.builtin_tasks import check_not_empty
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.seqio_import import explained
+from t5x_lite.data.seqio_import import numpy_elements
 from t5x_lite.data.seqio_import import quiet
 from t5x_lite.data.seqio_import import reading
 from t5x_lite.data.seqio_import import seqio
@@ -65,9 +66,12 @@ def task_dataset(
     )
   else:
     remedy = ''
+  lengths = None
+  if tell_lengths:
+    lengths = dict(cfg.known_lengths)
   with explained(failure, ValueError, AssertionError, OSError, remedy=remedy):
     dataset = provider.get_dataset(
-      sequence_length=dict(cfg.task_feature_lengths) if tell_lengths else None,
+      sequence_length=lengths,
       split=cfg.split,
       use_cached=cfg.use_cached,
       shuffle=cfg.shuffle,
@@ -114,7 +118,7 @@ def convert(
     ValueError,
     error_class=ConfigError,
   ):
-    return converter(dataset, dict(cfg.task_feature_lengths))
+    return converter(dataset, dict(cfg.known_lengths))
 
 
 def open_dataset(
@@ -159,7 +163,7 @@ class SeqioIterator(TfDatasetIterator):
         'source': cfg.source,
         'mixture_or_task_name': provider.name,
         'split': cfg.split,
-        'task_feature_lengths': dict(sorted(cfg.task_feature_lengths.items())),
+        'task_feature_lengths': dict(sorted(cfg.known_lengths.items())),
         'batch_size': cfg.batch_size,
         'seed': cfg.effective_seed,
         'shuffle': cfg.shuffle,
@@ -192,7 +196,7 @@ class SeqioIterator(TfDatasetIterator):
           self._provider, sampled_cfg, num_epochs=None, tell_lengths=tell_lengths
         )
         with quiet():
-          return sample_truncation(dataset.as_numpy_iterator(), cfg.task_feature_lengths)
+          return sample_truncation(numpy_elements(dataset), cfg.known_lengths)
       except Exception:  # pylint: disable=broad-exception-caught
         continue  # preprocessors may raise anything; the run continues without the sample
     return None

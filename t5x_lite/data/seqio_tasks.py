@@ -21,9 +21,11 @@ Importing this module registers the tasks. t5x_lite imports it when a run reads 
 """
 
 import functools
+from typing import Any
 
 from t5x_lite.data import corpora
 from t5x_lite.data import span_corruption
+from t5x_lite.data.seqio_import import dataset_of
 from t5x_lite.data.seqio_import import quiet
 from t5x_lite.data.seqio_import import seqio
 from t5x_lite.data.seqio_import import tf
@@ -53,7 +55,7 @@ def _cloze_dataset(
   """
   del shuffle_files, seed
   inputs, targets = zip(*texts_fn(split), strict=True)
-  return tf.data.Dataset.from_tensor_slices({'inputs': list(inputs), 'targets': list(targets)})
+  return dataset_of({'inputs': list(inputs), 'targets': list(targets)})
 
 
 def _tokenize_with_sentinel(dataset: tf.data.Dataset, output_features) -> tf.data.Dataset:
@@ -88,13 +90,14 @@ def _tokenize_with_sentinel(dataset: tf.data.Dataset, output_features) -> tf.dat
 
 
 def _register_cloze(name: str, texts_fn, metric_fns) -> None:
+  source: Any = seqio.FunctionDataSource(
+    functools.partial(_cloze_dataset, texts_fn=texts_fn),
+    splits=corpora.SPLITS,
+    num_input_examples={split: len(texts_fn(split)) for split in corpora.SPLITS},
+  )
   seqio.TaskRegistry.add(
     name,
-    source=seqio.FunctionDataSource(
-      functools.partial(_cloze_dataset, texts_fn=texts_fn),
-      splits=corpora.SPLITS,
-      num_input_examples={split: len(texts_fn(split)) for split in corpora.SPLITS},
-    ),
+    source=source,
     preprocessors=[
       _tokenize_with_sentinel,
       # seqio's cache job can compute the preprocessors before this line once (USE_CACHED_TASKS = True).
@@ -115,7 +118,7 @@ def _register_cloze(name: str, texts_fn, metric_fns) -> None:
 def _docs_dataset(split: str, shuffle_files: bool, seed: int | None = None) -> tf.data.Dataset:
   """Return the documents of `split` as texts."""
   del shuffle_files, seed
-  return tf.data.Dataset.from_tensor_slices({'text': list(corpora.python_docs(split))})
+  return dataset_of({'text': list(corpora.python_docs(split))})
 
 
 def _span_corruption(dataset: tf.data.Dataset, sequence_length, output_features) -> tf.data.Dataset:
@@ -135,13 +138,14 @@ def _span_corruption(dataset: tf.data.Dataset, sequence_length, output_features)
 
 
 def _register_docs() -> None:
+  source: Any = seqio.FunctionDataSource(
+    _docs_dataset,
+    splits=corpora.SPLITS,
+    num_input_examples={split: len(corpora.python_docs(split)) for split in corpora.SPLITS},
+  )
   seqio.TaskRegistry.add(
     'python_docs_span_corruption',
-    source=seqio.FunctionDataSource(
-      _docs_dataset,
-      splits=corpora.SPLITS,
-      num_input_examples={split: len(corpora.python_docs(split)) for split in corpora.SPLITS},
-    ),
+    source=source,
     preprocessors=[
       # Span corruption makes the inputs from the targets.
       functools.partial(seqio.preprocessors.rekey, key_map={'inputs': None, 'targets': 'text'}),

@@ -16,6 +16,7 @@ from t5x_lite.data import positions
 from t5x_lite.data.interfaces import DataState
 from t5x_lite.data.interfaces import HostBatch
 from t5x_lite.data.interfaces import HostIterator
+from t5x_lite.data.seqio_import import element_specs
 from t5x_lite.data.seqio_import import quiet
 from t5x_lite.data.seqio_import import summary
 from t5x_lite.data.seqio_import import tf
@@ -35,11 +36,11 @@ _TRANSIENT_ERRORS = (
 )
 
 
-def _lacks_part_of_pipeline(error: Exception) -> bool:
+def _lacks_part_of_pipeline(error: Any) -> bool:
   """Return True if a saved position lacks a part of the pipeline; a missing file is a NotFoundError too."""
-  return (
-    isinstance(error, tf.errors.NotFoundError) and 'from checkpoint: Iterator::' in error.message
-  )
+  if not isinstance(error, tf.errors.NotFoundError):
+    return False
+  return 'from checkpoint: Iterator::' in error.message
 
 
 class TfDatasetIterator(HostIterator):
@@ -69,12 +70,12 @@ class TfDatasetIterator(HostIterator):
     self._may_end = may_end
     self._num_rows = own.stop - own.start
     self._description = description
-    self._spec = {
-      name: jax.ShapeDtypeStruct((layout.batch_size, *spec.shape[1:]), spec.dtype.as_numpy_dtype)
-      for name, spec in dataset.element_spec.items()
-    }
+    self._spec = {}
+    for name, spec in element_specs(dataset).items():
+      shape = (layout.batch_size, *spec.shape[1:])
+      self._spec[name] = jax.ShapeDtypeStruct(shape, spec.dtype.as_numpy_dtype)
     with quiet():
-      self._iterator = iter(dataset)
+      self._iterator: Any = iter(dataset)
     # Batches before TensorFlow's position: those of a restored state, or one that was read to start the pipeline.
     self._waiting: collections.deque[HostBatch] = collections.deque()
     # Whether the pipeline has started, so that saving its position shows whether that is possible.
@@ -99,7 +100,8 @@ class TfDatasetIterator(HostIterator):
   def _read(self) -> HostBatch:
     self._is_started = True
     try:
-      return {name: value.numpy() for name, value in next(self._iterator).items()}
+      tensors = next(self._iterator)
+      return {name: tensor.numpy() for name, tensor in tensors.items()}
     except StopIteration:
       if self._may_end:
         raise
@@ -173,13 +175,15 @@ class TfDatasetIterator(HostIterator):
         is_transient = isinstance(error, _TRANSIENT_ERRORS) and not _lacks_part_of_pipeline(error)
         reason = summary(error).partition(' Make sure the dataset definition')[0]
         if is_transient:
+          kind = DataUnavailableError
           remedy = ''
         else:
+          kind = DataError
           remedy = (
             '. The task, its preprocessors, or the version of TensorFlow have changed: undo the change, or '
             f'{positions.RESTART_REMEDY}.'
           )
-        raise (DataUnavailableError if is_transient else DataError)(
+        raise kind(
           f'{self._description} cannot be opened at the saved position: {reason}{remedy}'
         ) from error
     self._waiting = collections.deque(waiting)

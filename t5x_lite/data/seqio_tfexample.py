@@ -17,7 +17,7 @@ from t5x_lite.data.seqio_import import seqio
 from t5x_lite.data.seqio_import import tf
 
 # File types and their readers. T5X's other types have no reader outside Google.
-_READERS = {'tfrecord': tf.data.TFRecordDataset}
+_READERS: dict[str, Any] = {'tfrecord': tf.data.TFRecordDataset}
 SPLIT = 'infer'
 _WITHOUT_TARGETS: set[str] = set()
 
@@ -68,13 +68,14 @@ def create_task_from_tfexample_file(
     for key, feature in features.items()
   }
   with quiet():
+    source: Any = seqio.TFExampleDataSource(
+      split_to_filepattern={SPLIT: files},
+      reader_cls=_READERS[file_type],
+      feature_description={key: tf.io.FixedLenFeature([], tf.string) for key in keys.values()},
+    )
     seqio.TaskRegistry.add(
       name,
-      source=seqio.TFExampleDataSource(
-        split_to_filepattern={SPLIT: files},
-        reader_cls=_READERS[file_type],
-        feature_description={key: tf.io.FixedLenFeature([], tf.string) for key in keys.values()},
-      ),
+      source=source,
       preprocessors=[
         functools.partial(_rename, keys=keys),
         functools.partial(_tokenize, with_text=tuple(keys)),
@@ -103,7 +104,7 @@ def _rename(dataset: tf.data.Dataset, keys: Mapping[str, str]) -> tf.data.Datase
 
 
 def _tokenize(
-  dataset: tf.data.Dataset, output_features: Mapping[str, seqio.Feature], with_text: Sequence[str]
+  dataset: tf.data.Dataset, output_features: Mapping[str, Any], with_text: Sequence[str]
 ) -> tf.data.Dataset:
   """Convert texts to ids, with sentinels, like sources without TensorFlow; keeps the texts of the files."""
 

@@ -160,19 +160,19 @@ def corrupt(
   # T5 splits off six seeds; the first two are for the mask.
   mask_seeds = philox.split(seeds, 6)[:, :2]
   lengths = np.array([len(tokens) for tokens in segments])
-  results: list[tuple[np.ndarray, np.ndarray]] = [None] * len(segments)  # type: ignore[list-item]
+  results: dict[int, tuple[np.ndarray, np.ndarray]] = {}
   for length in np.unique(lengths):
     rows = np.flatnonzero(lengths == length)
     masks = random_spans_noise_mask(
       int(length), noise_density, mean_noise_span_length, mask_seeds[rows]
     )
-    for row, mask in zip(rows, masks, strict=True):
+    for row, mask in zip(rows.tolist(), masks, strict=True):
       tokens = segments[row]
       results[row] = (
         spans_to_sentinels(tokens, mask, first_sentinel),
         spans_to_sentinels(tokens, ~mask, first_sentinel),
       )
-  return results
+  return [results[row] for row in range(len(segments))]
 
 
 def check_feature_lengths(lengths: Mapping[str, int]) -> None:

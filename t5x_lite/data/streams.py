@@ -193,7 +193,7 @@ class Pieces:
     """
     self._stream = stream
     self._converter = converter
-    self._lengths = dict(cfg.task_feature_lengths)
+    self._lengths = dict(cfg.known_lengths)
     self._pack = cfg.pack
     self._own = own
     self._group_size = converter.pack_group_size(self._lengths)
@@ -248,7 +248,7 @@ class PieceReader(abc.ABC):
   def read(self, number: int) -> HostBatch:
     """Return the piece with the given number, often the same as before or the next one."""
 
-  def close(self) -> None:
+  def close(self) -> None:  # noqa: B027  # Most readers have nothing to free.
     """Free threads and processes; the reader cannot be used afterwards."""
 
 

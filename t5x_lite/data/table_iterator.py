@@ -6,7 +6,7 @@ change between runs.
 """
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import itertools
 from typing import Any
 
@@ -66,7 +66,7 @@ class TableIterator(HostIterator):
       ConfigError: the batch size is not a multiple of the number of processes, or a rate is too small.
     """
     self._converter = converter
-    self._lengths = dict(cfg.task_feature_lengths)
+    self._lengths = dict(cfg.known_lengths)
     self._pack = cfg.pack
     self._trims = cfg.trim_output_features
     self._batch_size = layout.batch_size
@@ -113,13 +113,17 @@ class TableIterator(HostIterator):
     """See base class; the sample is the first examples."""
     if not self._trims:
       return None
-    blocks = (np.arange(first, first + _NUM_READ) for first in itertools.count(step=_NUM_READ))
-    return sample_truncation(
-      itertools.chain.from_iterable(map(self._whole_stream.examples, blocks)), self._lengths
-    )
+    return sample_truncation(self._whole_examples(), self._lengths)
+
+  def _whole_examples(self) -> Iterator[Mapping[str, np.ndarray]]:
+    for first in itertools.count(step=_NUM_READ):
+      yield from self._whole_stream.examples(np.arange(first, first + _NUM_READ))
 
   def __next__(self) -> HostBatch:
-    batch, after = self._read_packed(self._cursor) if self._pack else self._read(self._cursor)
+    if self._pack:
+      batch, after = self._read_packed(self._cursor)
+    else:
+      batch, after = self._read(self._cursor)
     self._past_cursors.append(self._cursor)
     self._cursor = after
     self._num_batches += 1
@@ -142,21 +146,25 @@ class TableIterator(HostIterator):
     while num_missing:
       rows = self._read_piece(group)
       part = {name: array[offset : offset + num_missing] for name, array in rows.items()}
-      num_taken, num_rows = (len(next(iter(features.values()))) for features in (part, rows))
+      num_taken = len(next(iter(part.values())))
+      num_rows = len(next(iter(rows.values())))
       parts.append(part)
       num_missing -= num_taken
-      group, offset = (
-        (group + 1, 0) if offset + num_taken == num_rows else (group, offset + num_taken)
-      )
-    return {name: np.concatenate([part[name] for part in parts])[self._own] for name in parts[0]}, (
-      group,
-      offset,
-    )
+      offset += num_taken
+      if offset == num_rows:
+        group += 1
+        offset = 0
+    batch = {}
+    for name in parts[0]:
+      batch[name] = np.concatenate([part[name] for part in parts])[self._own]
+    return batch, (group, offset)
 
   def get_state(self, undelivered: Sequence[HostBatch] = ()) -> DataState:
     """See base class."""
     num = len(undelivered)
-    cursor = self._past_cursors[-num] if num else self._cursor
+    cursor = self._cursor
+    if num:
+      cursor = self._past_cursors[-num]
     return positions.write_state(
       self._identity, cursor=list(cursor), num_batches=self._num_batches - num
     )

@@ -252,11 +252,11 @@ def as_dicts(
 def _as_dict(example: Any, number: int, feature_of_texts: str) -> dict[str, Any]:
   if isinstance(example, (str, bytes)):
     return {feature_of_texts: example}
+  named: dict[Any, Any] = {}
   if isinstance(example, Mapping):
-    named = {_T5X_NAMES.get(name, name): value for name, value in example.items()}
-  else:
-    named = None
-  if named is None or len(named) < len(example):
+    for name, value in example.items():
+      named[_T5X_NAMES.get(name, name)] = value
+  if not isinstance(example, Mapping) or len(named) < len(example):
     raise DataError(
       f"Example {number} must be a text, or a mapping such as {{'input': 'a text', 'target': 'another'}} "
       f'with each feature once, got {short_repr(example)} of type {type(example).__name__}.'
@@ -279,10 +279,10 @@ def as_ids(value: Any, vocabulary: Any, what: str) -> np.ndarray:
   got = f'{short_repr(value)} of type {type(value).__name__}'
   try:
     if isinstance(value, bytes):
-      text = value.decode('utf-8')
-    else:
-      text = value
-    ids = np.asarray(encode_text(text, vocabulary) if isinstance(text, str) else text)
+      value = value.decode('utf-8')
+    if isinstance(value, str):
+      value = encode_text(value, vocabulary)
+    ids = np.asarray(value)
   except UnicodeError as error:  # not UTF-8, or half of a surrogate pair
     got = str(error)
   except (TypeError, ValueError):  # lists of unequal lengths
@@ -290,13 +290,16 @@ def as_ids(value: Any, vocabulary: Any, what: str) -> np.ndarray:
   is_ids = ids.ndim == 1 and (not ids.size or ids.dtype.kind in 'iu')
   if is_ids and ids.size:
     outside = ids[(ids < 0) | (ids >= vocabulary.vocab_size)]
-  else:
-    outside = ()
-  if not is_ids or len(outside):
-    has_texts = kind_of(vocabulary) != 'PassThroughVocabulary'
+    if len(outside):
+      is_ids = False
+      got = str(outside[0])
+  if not is_ids:
+    expected = 'a flat list of ids'
+    if kind_of(vocabulary) != 'PassThroughVocabulary':
+      expected = f'a text or {expected}'
     raise DataError(
-      f'{what} must be {"a text or " if has_texts else ""}a flat list of ids from 0 to '
+      f'{what} must be {expected} from 0 to '
       f'{vocabulary.vocab_size - 1}, those of the vocabulary {vocabulary!r}, got '
-      f'{outside[0] if len(outside) else got}. Correct it, or convert it in a preprocessor.'
+      f'{got}. Correct it, or convert it in a preprocessor.'
     )
   return ids.astype(np.int32)

@@ -18,7 +18,7 @@ import shutil
 import stat
 import sys
 import tempfile
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 
@@ -176,7 +176,7 @@ class TextSource(ConvertedSource):
     }
 
   @contextlib.contextmanager
-  def _open(self) -> Iterator[BinaryIO]:
+  def _open(self) -> Iterator[IO[bytes]]:
     if self._spooled is not None:
       self._spooled.seek(0)
       yield self._spooled
@@ -361,7 +361,7 @@ def _spool(path: str) -> BinaryIO:
 @contextlib.contextmanager
 def _temporary() -> Iterator[BinaryIO]:
   """Yield an unnamed file, which stays open unless copying into it fails."""
-  spooled = tempfile.TemporaryFile()
+  spooled = tempfile.TemporaryFile()  # noqa: SIM115  # The caller reads it later.
   try:
     yield spooled
     spooled.flush()

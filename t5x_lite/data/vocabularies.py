@@ -17,6 +17,19 @@ from t5x_lite.errors import ConfigError, needs_packages
 PAD_ID = 0
 
 
+def required_eos_id(vocabulary: Any) -> int:
+  """Return the end-of-sequence id of a vocabulary of either package.
+
+  Raises:
+    ConfigError: the vocabulary has none.
+  """
+  if vocabulary.eos_id is None:
+    raise ConfigError(
+      f'The vocabulary must have an end-of-sequence id, got {vocabulary!r}. Set its eos_id.'
+    )
+  return vocabulary.eos_id
+
+
 class Vocabulary(abc.ABC):
   """Mapping between texts and ids. Id 0 is padding; the last `extra_ids` ids are sentinels."""
 

@@ -1,6 +1,7 @@
 """Beam search with brevity penalty: extends several sequences of each row and returns the best ended sequences."""
 
 from collections.abc import Mapping, Sequence
+import dataclasses
 from typing import Any
 
 import jax
@@ -53,19 +54,26 @@ def beam_init(
       `cache_index` have one entry per row. None: zeros.
     initial_index: <int32>[batch], number of tokens of each row in the cache; None: none.
   """
-  empty = jnp.zeros((batch_size, beam_size, max_decode_len), jnp.int32)
+  per_beam = (batch_size, beam_size)
+  empty = jnp.zeros((*per_beam, max_decode_len), jnp.int32)
+  # [batch, beam]: all beams start as the same sequence, so only the first may be extended.
+  impossible = jnp.full(per_beam, NEG_INF_VALUE, jnp.float32)
+  live_logprobs = impossible.at[:, 0].set(0.0)
+  cache = cache_lib.cache_map(
+    lambda x: cache_lib.add_beam_dim(x, beam_size, offset),
+    cache,
+    apply_to_index=live_seqs is not None,
+  )
+  if live_seqs is None:
+    live_seqs = empty
   return BeamState(
     cur_index=jnp.zeros((), jnp.int32),
-    live_logprobs=jnp.full((batch_size, beam_size), NEG_INF_VALUE, jnp.float32).at[:, 0].set(0.0),
-    finished_scores=jnp.full((batch_size, beam_size), NEG_INF_VALUE, jnp.float32),
-    live_seqs=empty if live_seqs is None else live_seqs,
+    live_logprobs=live_logprobs,
+    finished_scores=impossible,
+    live_seqs=live_seqs,
     finished_seqs=empty,
-    finished_flags=jnp.zeros((batch_size, beam_size), bool),
-    cache=cache_lib.cache_map(
-      lambda x: cache_lib.add_beam_dim(x, beam_size, offset),
-      cache,
-      apply_to_index=live_seqs is not None,
-    ),
+    finished_flags=jnp.zeros(per_beam, bool),
+    cache=cache,
     initial_index=initial_index,
   )
 
@@ -129,6 +137,14 @@ def beam_search(
   del decode_rng
   options.check_inputs('beam_search', inputs)
   known_inputs = options.concrete(inputs)
+
+  def fits_prompts(length: Any) -> bool:
+    if length is None:
+      return True
+    if not options.COUNT.holds(length):
+      return False
+    return known_inputs is None or not known_inputs[:, length + 1 :].any()
+
   checks.check(
     'beam_search',
     locals(),
@@ -145,11 +161,7 @@ def beam_search(
     ),
     max_decode_step=options.MAX_DECODE_STEP,
     max_decode_len=checks.Expectation(
-      'an integer >= 1 and at least the number of tokens of each prompt, or None',
-      lambda n: (
-        n is None
-        or (options.COUNT.holds(n) and (known_inputs is None or not known_inputs[:, n + 1 :].any()))
-      ),
+      'an integer >= 1 and at least the number of tokens of each prompt, or None', fits_prompts
     ),
   )
   batch_size = inputs.shape[0]
@@ -167,27 +179,27 @@ def beam_search(
     num_cached = jnp.zeros((batch_size,), jnp.int32)
 
   # Column s: input token of step 0 (s = 0) or forced choice of step s - 1; 0 if not forced. One column more than steps.
-  forced = _shift_left(jnp.pad(inputs.astype(jnp.int32), ((0, 0), (0, length + 1))), num_cached)[
-    :, : length + 1
-  ]
+  padded = jnp.pad(inputs.astype(jnp.int32), ((0, 0), (0, length + 1)))
+  forced = _shift_left(padded, num_cached)[:, : length + 1]
   live_seqs = None
   if is_prefilled:
-    live_seqs = (
-      jnp.zeros((batch_size, num_decodes, length + 1), jnp.int32).at[:, :, 0].set(forced[:, :1])
-    )
+    # [batch, beam, length + 1]: sequences begin with the first token that the cache does not contain.
+    live_seqs = jnp.zeros((batch_size, num_decodes, length + 1), jnp.int32)
+    live_seqs = live_seqs.at[:, :, 0].set(forced[:, :1])
 
   def is_complete(state: BeamState) -> Array:
     """Return <bool>[batch], True for full rows."""
     return state.cur_index + num_cached >= length
 
   def not_done(state: BeamState) -> Array:
-    # No live beam can reach a score above this.
+    # [batch, 1]: no live beam can reach a score above this, since log-probabilities only decrease and the penalty of
+    # the longest sequence is the largest.
     best_penalty = brevity_penalty(alpha, length + 1)
     best_live = state.live_logprobs[:, -1:] / best_penalty
     worst_finished = jnp.min(state.finished_scores, axis=1, keepdims=True)
-    is_settled = jnp.all(
-      jnp.where(state.finished_flags, worst_finished, NEG_INF_VALUE) > best_live, axis=1
-    )
+    # [batch, beam]: NEG_INF_VALUE where no sequence has ended, so that a row with fewer ended sequences continues.
+    bounds = jnp.where(state.finished_flags, worst_finished, NEG_INF_VALUE)
+    is_settled = jnp.all(bounds > best_live, axis=1)
     is_hopeless = (state.cur_index > 0) & (best_live < min_log_prob / best_penalty)[:, 0]
     is_out_of_steps = (max_decode_step > 0) & (state.cur_index >= max_decode_step)
     complete = is_complete(state) | padding_mask
@@ -214,9 +226,12 @@ def beam_search(
       )
     )
     new_cache = cache_lib.like_cache(new_cache, state.cache)
+    # [batch, beam, vocab]: float32 because log-probabilities are summed over the sequence.
     logits = cache_lib.unflatten_beam_dim(logits.astype(jnp.float32), batch_size, num_decodes)
     next_forced = jax.lax.dynamic_slice_in_dim(forced, state.cur_index + 1, 1, axis=1)
+    # [batch, 2 * beam] each: at most `beam` of them end with the end token, so that `beam` can continue.
     log_probs, beams, tokens = _best_extensions(logits, state.live_logprobs, next_forced)
+    # [batch, 2 * beam, length + 1]
     sequences = cache_lib.gather_beams(
       state.live_seqs, beams, batch_size, num_decodes, 2 * num_decodes, one_hot=False
     )
@@ -225,7 +240,7 @@ def beam_search(
     )
     has_ended = options.is_end_token(tokens, ends)
 
-    # Live beams: the best extensions that have not ended.
+    # [batch, beam] each: live beams, the best extensions that have not ended.
     live_log_probs = log_probs + has_ended * NEG_INF_VALUE
     live_seqs, live_logprobs, live_beams = cache_lib.gather_topk_beams(
       (sequences, live_log_probs, beams), live_log_probs, batch_size, num_decodes
@@ -233,7 +248,7 @@ def beam_search(
     if num_decodes > 1:
       new_cache = select_beams(new_cache, live_beams)
 
-    # Ended sequences: the best of the new and the earlier ones.
+    # [batch, beam] each: ended sequences, the best of the 2 * beam new and the beam earlier ones.
     penalty = brevity_penalty(alpha, num_cached[:, None] + state.cur_index + 1)
     scores = log_probs / penalty + ~has_ended * NEG_INF_VALUE
     candidates = jax.tree.map(
@@ -244,7 +259,8 @@ def beam_search(
     finished_seqs, finished_scores, finished_flags = cache_lib.gather_topk_beams(
       candidates, candidates[1], batch_size, num_decodes
     )
-    new_state = state.replace(
+    new_state = dataclasses.replace(
+      state,
       cur_index=state.cur_index + 1,
       live_logprobs=live_logprobs,
       finished_scores=finished_scores,
@@ -262,22 +278,22 @@ def beam_search(
   )
   # The loop carries the cache with the network's rows: with a dim of beams, the CPU compiler would keep and write both
   # forms.
-  initial = initial.replace(
-    cache=cache_lib.cache_map(
-      lambda x: cache_lib.flatten_beam_dim(x, cache_offset),
-      initial.cache,
-      apply_to_index=is_prefilled,
-    )
+  flat_cache = cache_lib.cache_map(
+    lambda x: cache_lib.flatten_beam_dim(x, cache_offset),
+    initial.cache,
+    apply_to_index=is_prefilled,
   )
+  initial = dataclasses.replace(initial, cache=flat_cache)
   final = jax.lax.while_loop(not_done, decode_position, initial)
+  # [batch, 1]: True for rows with an ended sequence; the others return their live beams.
   any_finished = jnp.any(final.finished_flags, axis=1)[:, None]
-  sequences = jnp.where(any_finished[:, :, None], final.finished_seqs, final.live_seqs)[:, :, 1:]
+  sequences = jnp.where(any_finished[:, :, None], final.finished_seqs, final.live_seqs)
+  sequences = sequences[:, :, 1:]  # without the start token
   scores = jnp.where(any_finished, final.finished_scores, final.live_logprobs)
   if is_prefilled:
     sequences = _prepend_prompts(sequences, inputs, num_cached)
-  return jnp.where(padding_mask[:, None, None], 0, sequences), jnp.where(
-    padding_mask[:, None], 0.0, scores
-  )
+  sequences = jnp.where(padding_mask[:, None, None], 0, sequences)
+  return sequences, jnp.where(padding_mask[:, None], 0.0, scores)
 
 
 def _best_extensions(
@@ -298,6 +314,7 @@ def _best_extensions(
   batch_size, beam_size, vocab_size = logits.shape
   num_best = 2 * beam_size
   num_of_beam = min(2 * beam_size, vocab_size)
+  # [batch * beam, vocab], and [batch * beam, 1] each.
   logits = logits.reshape(-1, vocab_size)
   before = live_logprobs.reshape(-1, 1)
   largest = jnp.max(logits, axis=-1, keepdims=True)
@@ -305,6 +322,7 @@ def _best_extensions(
   # The best of each beam, then the best of these, ranked by log-probabilities: ranking by logits gives the same order
   # except for values that rounding makes equal.
   log_probs, tokens = top_k_two_stage(logits, num_of_beam, lambda x: x - largest - log_sum + before)
+  # [batch, 2 * beam]: positions among the beams' candidates, `num_of_beam` of each beam.
   log_probs, positions = jax.lax.top_k(log_probs.reshape(batch_size, -1), num_best)
   tokens = jnp.take_along_axis(tokens.reshape(batch_size, -1), positions, axis=1)
   is_free = forced == 0
@@ -321,21 +339,17 @@ def _keep_complete_rows(complete: Array, old: BeamState, new: BeamState) -> Beam
 
   def keep(name):
     old_value = getattr(old, name)
-    return jnp.where(
-      complete.reshape(-1, *(1,) * (old_value.ndim - 1)), old_value, getattr(new, name)
-    )
+    # [batch, 1, ...]: one condition for all beams and columns of a row.
+    condition = complete.reshape(-1, *(1,) * (old_value.ndim - 1))
+    return jnp.where(condition, old_value, getattr(new, name))
 
-  return new.replace(
-    **{
-      name: keep(name)
-      for name in (
-        'live_logprobs',
-        'live_seqs',
-        'finished_scores',
-        'finished_seqs',
-        'finished_flags',
-      )
-    }
+  return dataclasses.replace(
+    new,
+    live_logprobs=keep('live_logprobs'),
+    live_seqs=keep('live_seqs'),
+    finished_scores=keep('finished_scores'),
+    finished_seqs=keep('finished_seqs'),
+    finished_flags=keep('finished_flags'),
   )
 
 

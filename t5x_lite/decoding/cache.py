@@ -7,7 +7,7 @@ The layouts are [batch, ...] before decoding, [batch, beam, ...] where beams are
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import flax
+from flax import core
 import jax
 import jax.numpy as jnp
 
@@ -53,10 +53,10 @@ def cache_map(
 
 def like_cache(new_cache: Mapping[str, Any], cache: Mapping[str, Any]) -> Mapping[str, Any]:
   """Return `new_cache` as a FrozenDict if `cache` is one, else as a dict; the state of a loop must not change type."""
-  if isinstance(cache, flax.core.FrozenDict):
-    return flax.core.freeze(new_cache)
-  if isinstance(new_cache, flax.core.FrozenDict):
-    return flax.core.unfreeze(new_cache)
+  if isinstance(cache, core.FrozenDict):
+    return core.freeze(new_cache)
+  if isinstance(new_cache, core.FrozenDict):
+    return core.unfreeze(new_cache)
   return new_cache
 
 

@@ -1,6 +1,7 @@
 """Loop of sampling and greedy search: one token per row and step, until all rows have ended."""
 
 from collections.abc import Callable, Mapping
+import dataclasses
 from typing import Any
 
 import jax
@@ -61,14 +62,12 @@ def decode_tokens(
   # Number of tokens of each row when it is complete.
   limit = jnp.full((num_rows,), length, jnp.int32)
   if rows.max_decode_steps is not None:
-    limit = jnp.minimum(
-      limit, jnp.sum(inputs[:, 1:] != 0, axis=1, dtype=jnp.int32) + rows.max_decode_steps
-    )
+    prompt_lengths = jnp.sum(inputs[:, 1:] != 0, axis=1, dtype=jnp.int32)
+    limit = jnp.minimum(limit, prompt_lengths + rows.max_decode_steps)
+  # [rows] and [rows, 1]: column of the first input token, and the token.
   if rows.initial_index is None:
-    position, token = (
-      jnp.zeros((num_rows,), jnp.int32),
-      rows.start_tokens.astype(jnp.int32)[:, None],
-    )
+    position = jnp.zeros((num_rows,), jnp.int32)
+    token = rows.start_tokens.astype(jnp.int32)[:, None]
   else:
     position = rows.initial_index
     token = jnp.take_along_axis(sequences, position[:, None], axis=1)
@@ -95,14 +94,20 @@ def decode_tokens(
     )
     if logit_callback_fn is not None:
       logits = logit_callback_fn(logits, state)
+    # [rows] each: chosen tokens and their log-probabilities, from float32 logits [rows, vocab] because
+    # log-probabilities are summed over the sequence.
     choice, choice_log_prob = choose(rng, logits.astype(jnp.float32))
 
     ended = state.ended[:, 0]
     position = jnp.minimum(state.cur_index, limit)
+    # [rows]: token of the prompt at the next position; 0 where there is none, so that the choice counts.
     forced = jnp.take_along_axis(state.sequences, position[:, None] + 1, axis=1)[:, 0]
     is_decoded = (forced == 0) & ~ended
-    token = jnp.where(ended, 0, jnp.where(forced == 0, choice, forced))
-    sequences = jnp.where(columns == position[:, None] + 1, token[:, None], state.sequences)
+    token = jnp.where(forced == 0, choice, forced)
+    token = jnp.where(ended, 0, token)
+    # A comparison with all columns instead of a scatter: rows are at different positions.
+    is_next = columns == position[:, None] + 1
+    sequences = jnp.where(is_next, token[:, None], state.sequences)
     if state_callback_fn is None:
       ends_now = is_decoded & is_end_token(token, ends)
     else:
@@ -135,9 +140,8 @@ def decode_tokens(
     ),
   )
   # Forced tokens after the end of a row are still there if the loop ended with that row.
-  final = final.replace(
-    sequences=jnp.where(columns <= final.cur_index[:, None], final.sequences, 0)
-  )
+  is_written = columns <= final.cur_index[:, None]
+  final = dataclasses.replace(final, sequences=jnp.where(is_written, final.sequences, 0))
   if state_callback_fn is not None:
     final = state_callback_fn(final)
   return final.sequences[:, 1 : length + 1], final.log_prob

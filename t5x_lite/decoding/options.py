@@ -8,6 +8,7 @@ import operator
 from typing import Any
 
 import jax
+from jax.core import Tracer
 import jax.numpy as jnp
 import numpy as np
 
@@ -20,9 +21,9 @@ COUNT = checks.number(at_least=1, integer=True)
 
 def concrete(value: Any) -> np.ndarray | None:
   """Return the numbers of `value` in its shape, NaN if not numeric; None if traced or on devices of other processes."""
-  if isinstance(value, jax.core.Tracer) or (
-    isinstance(value, jax.Array) and not value.is_fully_addressable
-  ):
+  if isinstance(value, Tracer):
+    return None
+  if isinstance(value, jax.Array) and not value.is_fully_addressable:
     return None
   known = np.asarray(value)
   if known.dtype.kind in 'OSU':
@@ -143,10 +144,13 @@ def initial_index(inputs: Array) -> Expectation:
 def padding_mask(inputs: Array) -> Expectation:
   """Expect <bool>[batch], True for padding rows of `inputs` <int32>[batch, length], or None."""
   batch = inputs.shape[0]
-  return Expectation(
-    f'<bool>[{batch}], True for padding rows, or None',
-    lambda mask: mask is None or (jnp.shape(mask) == (batch,) and jnp.result_type(mask) == bool),
-  )
+
+  def holds(mask: Any) -> bool:
+    if mask is None:
+      return True
+    return jnp.shape(mask) == (batch,) and jnp.result_type(mask) == jnp.bool_
+
+  return Expectation(f'<bool>[{batch}], True for padding rows, or None', holds)
 
 
 def max_decode_steps(inputs: Array, hard_limit: int | None = None) -> Expectation:
@@ -157,11 +161,16 @@ def max_decode_steps(inputs: Array, hard_limit: int | None = None) -> Expectatio
     hard_limit: bound to which larger numbers are reduced; None or 0 for none.
   """
   batch, length = inputs.shape
+
+  def holds(known: np.ndarray) -> np.ndarray:
+    reduced = known
+    if hard_limit:
+      reduced = np.minimum(known, hard_limit)
+    return (known >= 1) & (reduced <= length)
+
   return numbers(
     f'an integer from 1 to {length}, the length of `inputs`, or one for each of the {batch} rows',
-    lambda known: (
-      (known >= 1) & ((np.minimum(known, hard_limit) if hard_limit else known) <= length)
-    ),
+    holds,
     shapes=((), (batch,)),
     integer=True,
     remedy='Longer inputs decode more tokens.',

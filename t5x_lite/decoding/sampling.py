@@ -164,12 +164,12 @@ def temperature_sample(
     state_callback_fn=state_callback_fn,
     logit_callback_fn=logit_callback_fn,
   )
+  # [batch, num_decodes, length] and [batch, num_decodes]
   sequences = cache_lib.unflatten_beam_dim(sequences, batch_size, num_decodes)
   log_probs = cache_lib.unflatten_beam_dim(log_probs, batch_size, num_decodes)
-  order = jnp.argsort(log_probs, axis=1)
-  return jnp.take_along_axis(sequences, order[:, :, None], axis=1), jnp.take_along_axis(
-    log_probs, order, axis=1
-  )
+  order = jnp.argsort(log_probs, axis=1)  # the best decode is the last
+  sequences = jnp.take_along_axis(sequences, order[:, :, None], axis=1)
+  return sequences, jnp.take_along_axis(log_probs, order, axis=1)
 
 
 def take_best(rng: Array, logits: Array) -> tuple[Array, Array]:
@@ -191,7 +191,10 @@ def _choose_fn(
 
   def best(rng, logits):
     token, log_prob = take_best(rng, logits)
-    return token, jnp.zeros_like(log_prob) if rescale else log_prob
+    # Of the only token that is kept, the rescaled probability is 1.
+    if rescale:
+      log_prob = jnp.zeros_like(log_prob)
+    return token, log_prob
 
   divisor, noise_rows = _per_decode(temperature, num_decodes)
 
@@ -204,11 +207,10 @@ def _choose_fn(
 
     if known is None or known != 1:
       return draw_from_kept()
-    # One token is kept, unless others are equal; then one of these is drawn.
+    # [rows]: one token is kept, unless others are equal; then one of these is drawn.
     largest, token = first_argmax(scaled)
-    is_certain = (jnp.sum(scaled == largest[:, None], axis=-1) == 1) & (
-      largest > _CLEARLY_ABOVE_MASKED
-    )
+    num_largest = jnp.sum(scaled == largest[:, None], axis=-1)
+    is_certain = (num_largest == 1) & (largest > _CLEARLY_ABOVE_MASKED)
     if rescale:
       log_prob = jnp.zeros_like(largest)
     else:
@@ -227,9 +229,10 @@ def _choose_fn(
   is_drawn = jnp.repeat(jnp.asarray(temperature), num_decodes) > _MIN_TEMPERATURE
 
   def either(rng, logits):
-    return tuple(
-      jnp.where(is_drawn, a, b) for a, b in zip(draw(rng, logits), best(rng, logits), strict=True)
-    )
+    drawn, drawn_log_prob = draw(rng, logits)
+    token, log_prob = best(rng, logits)
+    token = jnp.where(is_drawn, drawn, token)
+    return token, jnp.where(is_drawn, drawn_log_prob, log_prob)
 
   return either
 
@@ -262,14 +265,18 @@ def _draw(
 ) -> tuple[Array, Array]:
   """Draw tokens from the logits `kept`; return them and their log-probabilities under `kept` or `logits`."""
   rows, vocab_size = kept.shape
-  # Same as `jax.random.categorical`, with a faster arg-max.
-  noise = jax.random.gumbel(
-    rng, (rows if noise_rows is None else noise_rows, vocab_size), kept.dtype
-  )
+  num_noise = rows
+  if noise_rows is not None:
+    num_noise = noise_rows
+  # [rows, vocab]: the arg-max of logits plus Gumbel noise is a sample of the softmax. Same as `jax.random.categorical`,
+  # with a faster arg-max.
+  noise = jax.random.gumbel(rng, (num_noise, vocab_size), kept.dtype)
   if noise_rows is not None:
     noise = jnp.tile(noise, (rows // noise_rows, 1))
   _, token = first_argmax(noise + kept)
-  scored = kept if rescale else logits
+  scored = logits
+  if rescale:
+    scored = kept
   return token, _log_prob(scored, jnp.max(scored, axis=-1), _at(scored, token))
 
 

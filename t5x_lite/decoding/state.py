@@ -5,7 +5,7 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import flax
+from flax import struct
 import numpy as np
 
 from t5x_lite.types import Array
@@ -17,7 +17,7 @@ NEG_INF = np.array(NEG_INF_VALUE)
 MIN_TEMPERATURE = np.array(1e-4)
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class DecodingState:
   """Input of a step of the network, `tokens_to_logits`. `rows` is batch * num_decodes.
 
@@ -36,7 +36,7 @@ class DecodingState:
   cache: Mapping[str, Any]
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class SamplingLoopState:
   """Loop state of sampling, passed to callbacks. `rows` is batch * num_decodes.
 
@@ -62,7 +62,7 @@ class SamplingLoopState:
   log_prob: Array
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class BeamState:
   """Loop state of beam search. The beams of each row are in ascending order, the best last.
 
@@ -111,6 +111,7 @@ class TokensIdsToLogitsCallable(Protocol):
 
   def __call__(self, decoding_state: DecodingState) -> tuple[Array, Mapping[str, Any]]:
     """Return (<float>[rows, vocab] logits of the next token, updated cache)."""
+    ...
 
 
 # Called with the loop's state before each step of sampling and at its end; returns the state to continue with.
@@ -156,6 +157,7 @@ class DecodeFnCallable(Protocol):
       (<int32>[batch, num_decodes, length] sequences, <float32>[batch, num_decodes] scores), each row in ascending order
       of scores: the best is the last.
     """
+    ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ three, each of which takes 2 more to compile. The decoded texts are the same.
 """
 
 from collections.abc import Mapping, Sequence
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -103,7 +104,8 @@ def by_length(
   else:
     bins = np.zeros(num_examples, np.int32)
   for i, length in enumerate(lengths):
-    pool = np.concatenate([carried, order[bins == i].astype(np.int32)])
+    of_length = order[bins == i].astype(np.int32)
+    pool = np.concatenate([carried, of_length])
     # Examples that do not fill a batch of this length join those of the next length.
     if i == len(lengths) - 1:
       num_ready = len(pool)
@@ -144,13 +146,16 @@ def choose_lengths(needs: np.ndarray, full_length: int, *, max_num_lengths: int)
   for _ in range(1, min(max_num_lengths, len(candidates))):
     # [i, j]: costs if i is the length before j: rows longer than i are padded to j.
     num_between = num_up_to[None] - num_up_to[:, None]
-    with_previous = costs[-1][:, None] + candidates[None] * num_between
+    cost_of_others = candidates[None] * num_between
+    with_previous = costs[-1][:, None] + cost_of_others
     with_previous[np.tril_indices(len(candidates))] = np.inf
     before.append(with_previous.argmin(axis=0))
     costs.append(with_previous.min(axis=0))
   totals = [cost[-1] for cost in costs]
   count = 1
-  while count < len(totals) and totals[count] <= (1 - _MIN_SAVING) * totals[count - 1]:
+  for before_it, total in itertools.pairwise(totals):
+    if total > (1 - _MIN_SAVING) * before_it:
+      break
     count += 1
   chosen = [len(candidates) - 1]
   for back in reversed(before[: count - 1]):
@@ -164,18 +169,23 @@ def _needed(
   """Return int64[num_examples], one more than the last position at which any of the features is not 0."""
   needed = np.zeros(num_examples, np.int64)
   for name in features:
+    # [examples, length]: True for tokens.
     filled = rows[name] != 0
-    last = filled.shape[1] - np.argmax(filled[:, ::-1], axis=1)
-    needed = np.maximum(needed, np.where(filled.any(axis=1), last, 0))
+    num_after_last = np.argmax(filled[:, ::-1], axis=1)
+    last = filled.shape[1] - num_after_last
+    lengths = np.where(filled.any(axis=1), last, 0)
+    needed = np.maximum(needed, lengths)
   return needed
 
 
 def _round_up(length: int, full_length: int) -> int:
-  return min(max(-(-length // _MULTIPLE), 1) * _MULTIPLE, full_length)
+  num_multiples = max(-(-length // _MULTIPLE), 1)
+  return min(num_multiples * _MULTIPLE, full_length)
 
 
 def _padded_batches(indices: np.ndarray, batch_size: int) -> list[np.ndarray]:
   """Return the indices in batches; the last one is padded with -1."""
   num_missing = -len(indices) % batch_size
-  filled = np.concatenate([indices, np.full(num_missing, -1, np.int32)]).astype(np.int32)
+  padding = np.full(num_missing, -1, np.int32)
+  filled = np.concatenate([indices, padding]).astype(np.int32)
   return list(filled.reshape(-1, batch_size))

@@ -142,16 +142,13 @@ class InferenceEvaluator:
       )
       self._tasks = self._seqio.tasks
     if cfg.metric_fns is not None:
-      self._tasks = [
-        dataclasses.replace(
-          task,
-          metric_fns=tuple(cfg.metric_fns),
-          score_metric_fns=(),
-          predict_with_aux_metric_fns=(),
-          output_metrics=(),
-        )
-        for task in self._tasks
-      ]
+      changes = {
+        'metric_fns': tuple(cfg.metric_fns),
+        'score_metric_fns': (),
+        'predict_with_aux_metric_fns': (),
+        'output_metrics': (),
+      }
+      self._tasks = [dataclasses.replace(task, **changes) for task in self._tasks]
     if not self._tasks:
       raise NoMetricsError(
         f'No task of {infer_eval_dataset_cfg.name!r} has metrics for evaluation by decoding. Add '
@@ -166,7 +163,9 @@ class InferenceEvaluator:
       names.append(metric_names.MEAN)
     self._num_examples_to_write = cfg.num_examples_to_write
     self._runner = OutputRunner(model, partitioner, cfg)
-    self._managers = {name: summaries.MetricsManager(f'{folder}/{name}', log_dir) for name in names}
+    self._managers = {}
+    for name in names:
+      self._managers[name] = summaries.MetricsManager(f'{folder}/{name}', log_dir)
     self._worker = None
     if concurrent_metrics:
       self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='inference-eval')

@@ -164,9 +164,10 @@ class OutputRunner:
     """Return the different shapes of the global batches."""
     if task.rows is None:
       return [dict(task.element_spec)]
-    found = {
-      tuple(sorted(planned.lengths.items())): planned.lengths for planned in self._plan(task, kind)
-    }
+    found = {}
+    for planned in self._plan(task, kind):
+      key = tuple(sorted(planned.lengths.items()))
+      found[key] = planned.lengths
     return [_cut(task.element_spec, lengths) for lengths in found.values()]
 
   def _global_batches(self, task, kind, note_fn, read_fn) -> Iterator[tuple[None, int, Batch]]:
@@ -203,8 +204,10 @@ def _cut(
 def _short_shape(features: Sequence[tuple[str, tuple[int, ...], str]]) -> str:
   """Return the number of rows and the different lengths of a batch, e.g. '64 x 40, 12'."""
   shapes = [shape for _, shape, _ in features]
-  lengths = sorted({shape[1] for shape in shapes if len(shape) > 1}, reverse=True)
-  return f'{shapes[0][0]} x {", ".join(map(str, lengths))}'
+  lengths = {shape[1] for shape in shapes if len(shape) > 1}
+  lengths = ', '.join(map(str, sorted(lengths, reverse=True)))
+  num_rows = shapes[0][0]
+  return f'{num_rows} x {lengths}'
 
 
 def _to_compute(task: data.EvalTask) -> list[str]:
@@ -222,7 +225,9 @@ def _by_example(batches: Iterator[tuple[np.ndarray, PyTree]], task: data.EvalTas
   for indices, outputs in batches:
     leaves, treedef = jax.tree.flatten(outputs)
     if not collected:
-      collected = [np.zeros((num_examples, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
+      for leaf in leaves:
+        shape = (num_examples, *leaf.shape[1:])
+        collected.append(np.zeros(shape, leaf.dtype))
     is_real = indices >= 0
     positions = indices[is_real]
     for array, leaf in zip(collected, leaves, strict=True):

@@ -96,7 +96,7 @@ class PredictRunner:
         return outputs
       return (indices, outputs)
 
-    shapes = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in spec.items()}
+    shapes = tree_utils.shapes(dict(spec))
     partitioned = self._partitioner.partition(
       outputs_fn,
       in_axis_resources=(train_state_axes, self._partitioner.data_partition_spec, None, None),

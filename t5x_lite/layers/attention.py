@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import flax.linen as nn
-from flax.linen import partitioning as nn_partitioning
+from flax.linen.spmd import with_logical_constraint
 import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -25,6 +25,8 @@ from t5x_lite.layers.masks import rows_at
 # (queries or keys <dtype>[batch, length, heads, head_dim], positions int32 [batch or 1, length]) -> queries or keys of
 # the same shape with encoded positions.
 EncodePositionsFn = Callable[[jax.Array, jax.Array], jax.Array]
+# Logical axes of queries, keys and values after their projections.
+_PROJECTED_AXES = ('batch', 'length', 'heads', 'kv')
 
 default_attention_init = nn.initializers.variance_scaling(1.0, 'fan_in', 'normal')
 
@@ -108,17 +110,13 @@ class MultiHeadDotProductAttention(nn.Module):
 
   def project_query(self, inputs_q: jax.Array) -> jax.Array:
     """Project <float>[batch, q, embed] to <dtype>[batch, q, heads, head_dim]."""
-    return nn_partitioning.with_sharding_constraint(
-      self.query(inputs_q), ('batch', 'length', 'heads', 'kv')
-    )
+    return with_logical_constraint(self.query(inputs_q), _PROJECTED_AXES)
 
   def project_key_value(self, inputs_kv: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Project <float>[batch, k, embed] to keys and values, <dtype>[batch, k, heads, head_dim] each."""
-    constrain = functools.partial(
-      nn_partitioning.with_sharding_constraint,
-      logical_axis_resources=('batch', 'length', 'heads', 'kv'),
-    )
-    return constrain(self.key(inputs_kv)), constrain(self.value(inputs_kv))
+    key = with_logical_constraint(self.key(inputs_kv), _PROJECTED_AXES)
+    value = with_logical_constraint(self.value(inputs_kv), _PROJECTED_AXES)
+    return key, value
 
   def _attend(self, query, key, value, bias, deterministic, heads_first=False):
     """Attend, without the output projection; see `dot_product_attention`."""
@@ -186,17 +184,12 @@ class MultiHeadDotProductAttention(nn.Module):
     query = checkpoint_name(self.project_query(inputs_q), 'query')
     key, value = map(checkpoint_name, self.project_key_value(inputs_kv), ('key', 'value'))
     if self.encode_positions_fn is not None:
-      # A step's positions follow those in the cache.
+      first = 0
       if decode and not prefill:
+        # A step's positions follow those in the cache.
         first = self.get_variable('cache', 'cache_index', 0)
-      else:
-        first = 0
-      query, key = (
-        self._encode_positions(
-          x, jnp.reshape(first, (-1, 1)) + jnp.arange(x.shape[1], dtype=jnp.int32)
-        )
-        for x in (query, key)
-      )
+      query = _encode_positions(self.encode_positions_fn, query, first)
+      key = _encode_positions(self.encode_positions_fn, key, first)
     batch, length = inputs_kv.shape[:2]
     if (
       decode
@@ -221,15 +214,6 @@ class MultiHeadDotProductAttention(nn.Module):
     x = self._attend(query, key, value, bias, deterministic, heads_first=is_step)
     return self._project_out(x.reshape(shape), inputs_q.shape[-1])
 
-  def _encode_positions(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-    encoded = self.encode_positions_fn(x, positions)
-    if jnp.shape(encoded) != x.shape:
-      raise ConfigError(
-        f'`PositionEncoding.encode_positions_fn` must return an array of the shape of its input '
-        f'{x.shape}, got shape {jnp.shape(encoded)}.'
-      )
-    return encoded
-
   def attend_to_cache(
     self,
     inputs_q: jax.Array,
@@ -252,7 +236,8 @@ class MultiHeadDotProductAttention(nn.Module):
     Raises:
       ConfigError: the rows are not a multiple of the examples.
     """
-    key, value = (self.get_variable('cross_cache', name) for name in ('cached_key', 'cached_value'))
+    key = self.get_variable('cross_cache', 'cached_key')
+    value = self.get_variable('cross_cache', 'cached_value')
     query = self.project_query(inputs_q)
     rows, q_len, *head_dims = query.shape
     if rows % key.shape[0]:
@@ -285,11 +270,9 @@ class MultiHeadDotProductAttention(nn.Module):
     self, collection: str, key: jax.Array, value: jax.Array, prefix: str = 'cached'
   ) -> None:
     for kind, array in (('key', key), ('value', value)):
-      self.put_variable(
-        collection,
-        f'{prefix}_{kind}',
-        nn_partitioning.with_sharding_constraint(array, ('batch', 'heads', 'length', 'kv')),
-      )
+      # [batch, heads, length, head_dim]: heads first, so that a step reads the positions of a head in order.
+      array = with_logical_constraint(array, ('batch', 'heads', 'length', 'kv'))
+      self.put_variable(collection, f'{prefix}_{kind}', array)
 
   def _prefill_cache(self, key, value, lengths, cache_length):
     """Make a cache of `cache_length` positions that starts with keys and values [batch, length, heads, head_dim]."""
@@ -300,59 +283,77 @@ class MultiHeadDotProductAttention(nn.Module):
         'Increase max_decode_length, or shorten the prompt.'
       )
     padding = ((0, 0), (0, 0), (0, cache_length - length), (0, 0))
-    self._put_keys_values(
-      'cache', *(jnp.pad(jnp.swapaxes(new, 1, 2), padding) for new in (key, value))
-    )
-    self.put_variable(
-      'cache', 'cache_index', jnp.asarray(length if lengths is None else lengths, jnp.int32)
-    )
+    key = jnp.pad(jnp.swapaxes(key, 1, 2), padding)
+    value = jnp.pad(jnp.swapaxes(value, 1, 2), padding)
+    self._put_keys_values('cache', key, value)
+    if lengths is None:
+      lengths = length
+    self.put_variable('cache', 'cache_index', jnp.asarray(lengths, jnp.int32))
 
   def _append_to_cache(self, key, value, bias):
     """Append keys and values [batch, new, heads, head_dim] to the cache; return its keys, values and their bias."""
-    cached_key, cached_value = (
-      self.get_variable('cache', name) for name in ('cached_key', 'cached_value')
-    )
+    cached_key = self.get_variable('cache', 'cached_key')
+    cached_value = self.get_variable('cache', 'cached_value')
     index = self.get_variable('cache', 'cache_index')
     batch, num_new = key.shape[:2]
     _check_rows(batch, cached_key.shape[0])
-    key, value = (
-      _append(cached, jnp.swapaxes(new, 1, 2), index)
-      for cached, new in ((cached_key, key), (cached_value, value))
-    )
+    # [batch, heads, length, head_dim] each: all positions of the cache, with the new ones from `index` on.
+    key = _append(cached_key, jnp.swapaxes(key, 1, 2), index)
+    value = _append(cached_value, jnp.swapaxes(value, 1, 2), index)
     self._put_keys_values('cache', key, value)
     self.put_variable('cache', 'cache_index', index + num_new)
-    # Masks also the positions of the cache that are not filled.
+    # [1 or batch, 1, new, length]: masks also the positions of the cache that are not filled.
     visible = causal_bias(num_new, cached_key.shape[2], query_offset=index)
-    return key, value, (AttentionBias() if bias is None else bias).plus(visible)
+    if bias is None:
+      bias = AttentionBias()
+    return key, value, bias.plus(visible)
 
   def _append_to_slots(self, query, key, value, bias):
     """Like `_append_to_cache`, for a cache with slots for beams; also return queries [batch, beam * new, ...]."""
-    slot_key, slot_value = (self.get_variable('cache', name) for name in ('slot_key', 'slot_value'))
-    index, table = (self.get_variable('cache', name) for name in ('cache_index', 'slot_table'))
+    slot_key = self.get_variable('cache', 'slot_key')
+    slot_value = self.get_variable('cache', 'slot_value')
+    index = self.get_variable('cache', 'cache_index')
+    table = self.get_variable('cache', 'slot_table')
     (rows, num_new, *head_dims) = key.shape
     (batch, _, num_slots, _) = slot_key.shape
     length = table.shape[1]
     num_beams = num_slots // length
     _check_rows(rows, batch * num_beams)
-    # All beams of an example are at the same position.
-    first = num_beams * (index if index.ndim == 0 else index.reshape(batch, num_beams)[:, 0])
-    slot_key, slot_value = (
-      _append(cached, beam_cache.to_slots(new, num_beams), first)
-      for cached, new in ((slot_key, key), (slot_value, value))
-    )
+    # [] or [batch]: all beams of an example are at the same position, and a position has a slot for each beam.
+    position = index
+    if index.ndim:
+      position = index.reshape(batch, num_beams)[:, 0]
+    first = num_beams * position
+    # [batch, heads, length * beam, head_dim] each
+    slot_key = _append(slot_key, beam_cache.to_slots(key, num_beams), first)
+    slot_value = _append(slot_value, beam_cache.to_slots(value, num_beams), first)
     self._put_keys_values('cache', slot_key, slot_value, prefix='slot')
     self.put_variable('cache', 'cache_index', index + num_new)
     table = beam_cache.mark_slots(table, index, num_new, num_beams)
     self.put_variable('cache', 'slot_table', table)
-    bias = (AttentionBias() if bias is None else bias).plus(
-      causal_bias(num_new, length, query_offset=index)
+    if bias is None:
+      bias = AttentionBias()
+    bias = bias.plus(causal_bias(num_new, length, query_offset=index))
+    bias = beam_cache.slot_bias(bias, table, num_new, num_beams)
+    # Queries are independent of each other, so the beams of an example are queries of one row.
+    query = query.reshape(batch, num_beams * num_new, *head_dims)
+    return query, slot_key, slot_value, bias
+
+
+def _encode_positions(
+  encode_fn: EncodePositionsFn, x: jax.Array, first: jax.Array | int
+) -> jax.Array:
+  """Return queries or keys [batch, length, heads, head_dim] with the encoding of positions from `first` on."""
+  positions = jnp.arange(x.shape[1], dtype=jnp.int32)
+  # [1 or batch, length]: rows are at different positions after prompts of different lengths.
+  positions = jnp.reshape(first, (-1, 1)) + positions
+  encoded = encode_fn(x, positions)
+  if jnp.shape(encoded) != x.shape:
+    raise ConfigError(
+      f'`PositionEncoding.encode_positions_fn` must return an array of the shape of its input '
+      f'{x.shape}, got shape {jnp.shape(encoded)}.'
     )
-    return (
-      query.reshape(batch, num_beams * num_new, *head_dims),
-      slot_key,
-      slot_value,
-      beam_cache.slot_bias(bias, table, num_new, num_beams),
-    )
+  return encoded
 
 
 def _check_rows(rows: int, expected: int) -> None:
@@ -369,12 +370,12 @@ def _append(cached: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:
   if index.ndim == 0:
     return lax.dynamic_update_slice_in_dim(cached, new, index, axis=2)
   offsets = jnp.arange(new.shape[2])
-  # Full rows (those with long prompts are full first) drop new entries, so that they keep their old ones.
-  return jax.vmap(
-    lambda row, new_row, start: row.at[:, start + offsets].set(
-      new_row, mode='drop', unique_indices=True
-    )
-  )(cached, new, index)
+
+  def append_row(row, new_row, start):
+    # Full rows (those with long prompts are full first) drop new entries, so that they keep their old ones.
+    return row.at[:, start + offsets].set(new_row, mode='drop', unique_indices=True)
+
+  return jax.vmap(append_row)(cached, new, index)
 
 
 def _merge(mask: jax.Array | None, bias: jax.Array | AttentionBias | None) -> AttentionBias | None:
@@ -383,4 +384,6 @@ def _merge(mask: jax.Array | None, bias: jax.Array | AttentionBias | None) -> At
     bias = AttentionBias.from_array(bias)
   if mask is None:
     return bias
-  return (AttentionBias() if bias is None else bias).plus(mask_to_bias(mask))
+  if bias is None:
+    bias = AttentionBias()
+  return bias.plus(mask_to_bias(mask))

@@ -85,7 +85,9 @@ def select_attention_kernel(kernel: str, **conditions: Any) -> str:
   checks.check('', {'attention_kernel': kernel}, attention_kernel=checks.one_of(ATTENTION_KERNELS))
   if kernel in ('dot', 'blockwise'):
     return kernel
-  platform, q_len, k_len = (conditions[name] for name in ('platform', 'q_len', 'k_len'))
+  platform = conditions['platform']
+  q_len = conditions['q_len']
+  k_len = conditions['k_len']
   reasons = {
     'cudnn': fused_attention.cudnn_unsupported_reason(**conditions),
     'splash': fused_attention.splash_unsupported_reason(
@@ -112,14 +114,17 @@ def _choose(platform: str, num_scores: int, reasons: dict[str, str | None]) -> t
   if fused is not None and reasons[fused] is None:
     return fused, 'device, dtype, lengths and mask allow it'
   least = _min_blockwise_scores(platform)
-  kernel, size = ('blockwise', 'at least') if num_scores >= least else ('dot', 'fewer than')
+  if num_scores >= least:
+    kernel = 'blockwise'
+    size = 'at least'
+  else:
+    kernel = 'dot'
+    size = 'fewer than'
   reason = f'{num_scores:,} scores per head are {size} {least:,}'
   if fused is None:
     return kernel, reason
-  return (
-    kernel,
-    f'{fused!r} is not possible ({reasons[fused].removesuffix(fused_attention.USE_AUTO)}) and {reason}',
-  )
+  obstacle = (reasons[fused] or '').removesuffix(fused_attention.USE_AUTO)
+  return kernel, f'{fused!r} is not possible ({obstacle}) and {reason}'
 
 
 def _min_blockwise_scores(platform: str) -> int:

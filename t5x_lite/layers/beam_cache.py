@@ -34,20 +34,22 @@ def share_beams(cache: Mapping[str, Any], num_beams: int) -> dict[str, Any]:
   >>> {name: jnp.shape(leaf) for name, leaf in share_beams(cache, 3).items()}
   {'cache_index': (), 'slot_key': (1, 1, 6, 4), 'slot_value': (1, 1, 6, 4), 'slot_table': (1, 2)}
   """
-  shared = {
-    name: share_beams(node, num_beams) if isinstance(node, Mapping) else node
-    for name, node in cache.items()
-  }
+  shared: dict[str, Any] = {}
+  for name, node in cache.items():
+    if isinstance(node, Mapping):
+      node = share_beams(node, num_beams)
+    shared[name] = node
   if 'cached_key' not in shared:
     return shared
+  batch, heads, length, head_dim = shared['cached_key'].shape
   for kind in ('key', 'value'):
     cached = shared.pop(f'cached_{kind}')
-    # The cached positions are the past of all beams: the table points to the first slot.
+    # [batch, heads, length, beam, head_dim]: the cached positions are the past of all beams, in the first slot, to
+    # which the table points.
     padding = [(0, 0)] * 3 + [(0, num_beams - 1), (0, 0)]
-    batch, heads, length, head_dim = cached.shape
     slots = jnp.pad(cached[:, :, :, None], padding)
     shared[f'slot_{kind}'] = slots.reshape(batch, heads, length * num_beams, head_dim)
-  shared['slot_table'] = jnp.zeros((cached.shape[0], cached.shape[2]), jnp.int32)
+  shared['slot_table'] = jnp.zeros((batch, length), jnp.int32)
   return shared
 
 
@@ -88,15 +90,18 @@ def slot_bias(
     The bias of rows [batch], num_beams * num_queries queries and length * num_beams keys.
   """
   rows, length = table.shape
-  past = mask_to_bias(table[:, :, None] == jnp.arange(num_beams, dtype=jnp.int32))[:, None, None]
+  # [rows, 1, 1, length, beam]: 0 for the slot of each position that is the row's past.
+  is_past = table[:, :, None] == jnp.arange(num_beams, dtype=jnp.int32)
+  past = mask_to_bias(is_past)[:, None, None]
   total = (
     sum(part[..., None] for part in (bias.shared, bias.per_example) if part is not None) + past
   )
   num_heads = total.shape[1]
   total = jnp.broadcast_to(total, (rows, num_heads, num_queries, length, num_beams))
-  total = total.reshape(rows // num_beams, num_beams, num_heads, num_queries, length * num_beams)
-  return AttentionBias.from_array(
-    jnp.swapaxes(total, 1, 2).reshape(
-      rows // num_beams, num_heads, num_beams * num_queries, length * num_beams
-    )
-  )
+  # [batch, heads, beam * queries, length * beam]: beams are queries of one row, slots are keys.
+  batch = rows // num_beams
+  num_slots = length * num_beams
+  total = total.reshape(batch, num_beams, num_heads, num_queries, num_slots)
+  total = jnp.swapaxes(total, 1, 2)
+  total = total.reshape(batch, num_heads, num_beams * num_queries, num_slots)
+  return AttentionBias.from_array(total)

@@ -92,18 +92,19 @@ class _Blocks:
     pairs = np.argwhere(static).astype(np.int32)
     if bias.key_segments is None:
       return pairs, None
+    assert bias.query_segments is not None  # Both or neither.
+    # [batch, blocks] each: blocks of queries and keys can see each other if their ranges of segments overlap.
     q_low, q_high = _range(bias.query_segments, self.num_q)
     k_low, k_high = _range(bias.key_segments, self.num_k)
-    visible = (
-      (q_high[:, :, None] >= k_low[:, None])
-      & (k_high[:, None] >= q_low[:, :, None])
-      & (k_high >= 0)[:, None]
-    )
+    # [batch, num_q, num_k]
+    visible = q_high[:, :, None] >= k_low[:, None]
+    visible &= k_high[:, None] >= q_low[:, :, None]
+    visible &= (k_high >= 0)[:, None]
     if self.causal and bias.prefix is not None:
-      any_q, any_k = (
-        jnp.any(bias.prefix.reshape(bias.prefix.shape[0], n, -1), 2)
-        for n in (self.num_q, self.num_k)
-      )
+      # A block above the diagonal is visible if queries and keys of it are in the prefix.
+      batch = bias.prefix.shape[0]
+      any_q = jnp.any(bias.prefix.reshape(batch, self.num_q, -1), 2)
+      any_k = jnp.any(bias.prefix.reshape(batch, self.num_k, -1), 2)
       visible &= jnp.asarray(below) | (any_q[:, :, None] & any_k[:, None])
     return pairs, jnp.any(visible, axis=0)[pairs[:, 0], pairs[:, 1]]
 
@@ -130,24 +131,21 @@ class _Blocks:
     """Return bool [batch or 1, q_block or 1, k_block], or None if all keys are visible."""
     parts = []
     if self.causal:
-      first_query = i * self.q_block
-      first_key = j * self.k_block
-      queries, keys = (
-        lax.broadcasted_iota(jnp.int32, (1, self.q_block, self.k_block), dim) for dim in (1, 2)
-      )
-      causally = queries + first_query >= keys + first_key
+      # [1, q_block, k_block]: positions in the row, not in the block.
+      shape = (1, self.q_block, self.k_block)
+      queries = lax.broadcasted_iota(jnp.int32, shape, 1) + i * self.q_block
+      keys = lax.broadcasted_iota(jnp.int32, shape, 2) + j * self.k_block
+      causally = queries >= keys
       if bias.prefix is not None:
-        in_prefix = (
-          _cut(bias.prefix, i, self.q_block, 1)[:, :, None]
-          & _cut(bias.prefix, j, self.k_block, 1)[:, None]
-        )
-        causally |= in_prefix
+        queries_in_prefix = _cut(bias.prefix, i, self.q_block, 1)
+        keys_in_prefix = _cut(bias.prefix, j, self.k_block, 1)
+        causally |= queries_in_prefix[:, :, None] & keys_in_prefix[:, None]
       parts.append(causally)
     if bias.key_segments is not None:
-      parts.append(
-        _cut(bias.query_segments, i, self.q_block, 1)[:, :, None]
-        == _cut(bias.key_segments, j, self.k_block, 1)[:, None]
-      )
+      assert bias.query_segments is not None  # Both or neither.
+      query_segments = _cut(bias.query_segments, i, self.q_block, 1)
+      key_segments = _cut(bias.key_segments, j, self.k_block, 1)
+      parts.append(query_segments[:, :, None] == key_segments[:, None])
     if parts:
       return functools.reduce(jnp.logical_and, parts)
     return None
@@ -164,24 +162,17 @@ class _Blocks:
 
   def cut_array(self, array: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
     """Return block (i, j) of a bias [batch or 1, heads or 1, q or 1, k or 1]."""
-    sizes = [
-      *array.shape[:2],
-      *(
-        1 if array.shape[dim] == 1 else size for dim, size in ((2, self.q_block), (3, self.k_block))
-      ),
-    ]
+    # A dim of size 1 is the same for all blocks.
+    q_size = min(array.shape[2], self.q_block)
+    k_size = min(array.shape[3], self.k_block)
+    sizes = (*array.shape[:2], q_size, k_size)
     return lax.dynamic_slice(array, self.start(array, i, j), sizes)
 
   def start(self, array: jax.Array, i: jax.Array, j: jax.Array) -> tuple[Any, ...]:
     """Return the indices of the first element of block (i, j) of such a bias."""
-    return (
-      0,
-      0,
-      *(
-        0 if array.shape[dim] == 1 else first
-        for dim, first in ((2, i * self.q_block), (3, j * self.k_block))
-      ),
-    )
+    first_query = 0 if array.shape[2] == 1 else i * self.q_block
+    first_key = 0 if array.shape[3] == 1 else j * self.k_block
+    return (0, 0, first_query, first_key)
 
 
 def _range(segments: jax.Array, num_blocks: int) -> tuple[jax.Array, jax.Array]:
@@ -225,7 +216,8 @@ def _over_pairs(
       part = lax.cond(is_visible, lambda part: update(part, i, j), lambda part: part, part)
     return write(carry, part, i, j), None
 
-  return lax.scan(step, carry, (jnp.asarray(pairs), visible))[0]
+  carry, _ = lax.scan(step, carry, (jnp.asarray(pairs), visible))
+  return carry
 
 
 def _forward(
@@ -242,36 +234,34 @@ def _forward(
     return [_cut(array, i, blocks.q_block) for array in carry]
 
   def update(part, i, j):
+    # [batch, heads, q_block] twice, and [batch, heads, q_block, head_dim]: sums over the keys of earlier blocks.
     largest, total, output = part
+    # [batch, heads, q_block, k_block]
     scores = blocks.scores(query, key, bias, i, j)
     new_largest = jnp.maximum(largest, jnp.max(scores, axis=3))
+    # In [0, 1], since each score is at most the largest so far: exp cannot overflow.
     weights = jnp.exp(scores - new_largest[..., None])
+    # Earlier sums are relative to the earlier largest score.
     rescale = jnp.exp(largest - new_largest)
+    total = total * rescale + jnp.sum(weights, axis=3)
     values = _product(
       'bhqk,bhkd->bhqd', weights.astype(value.dtype), _cut(value, j, blocks.k_block)
     )
-    return [
-      new_largest,
-      total * rescale + jnp.sum(weights, axis=3),
-      output * rescale[..., None] + values,
-    ]
+    output = output * rescale[..., None] + values
+    return [new_largest, total, output]
 
   def write(carry, part, i, j):
     del j
     return [_put(array, new, i) for array, new in zip(carry, part, strict=True)]
 
   per_query = query.shape[:3]
+  largest = jnp.full(per_query, _LEAST_MAX, jnp.float32)
+  total = jnp.zeros(per_query, jnp.float32)
+  output = jnp.zeros((*per_query, value.shape[3]), jnp.float32)
   largest, total, output = _over_pairs(
-    *blocks.pairs(bias),
-    [
-      jnp.full(per_query, _LEAST_MAX, jnp.float32),
-      jnp.zeros(per_query, jnp.float32),
-      jnp.zeros((*per_query, value.shape[3]), jnp.float32),
-    ],
-    read,
-    update,
-    write,
+    *blocks.pairs(bias), [largest, total, output], read, update, write
   )
+  # A query without a visible key has sums of 0.
   total = jnp.where(total == 0, 1.0, total)
   return output / total[..., None], jnp.stack([largest, total], axis=3)
 
@@ -293,22 +283,28 @@ def _backward(
 
   def read(carry, i, j):
     query_bar, key_bar, value_bar, distances_bar, array_bars = carry
+    if distances_bar is not None:
+      distances_bar = blocks.distances(distances_bar, i, j)
     return [
       _cut(query_bar, i, blocks.q_block),
       _cut(key_bar, j, blocks.k_block),
       _cut(value_bar, j, blocks.k_block),
-      None if distances_bar is None else blocks.distances(distances_bar, i, j),
+      distances_bar,
       [blocks.cut_array(array, i, j) for array in array_bars],
     ]
 
   def update(part, i, j):
     query_bar, key_bar, value_bar, distances_bar, array_bars = part
+    # [batch, heads, q_block, 1] each
     largest, total = jnp.unstack(_cut(statistics, i, blocks.q_block)[..., None], axis=3)
     means = _cut(mean, i, blocks.q_block)
     out_bar = _cut(output_bar, i, blocks.q_block)
-    weights = jnp.exp(blocks.scores(query, key, bias, i, j) - largest) / total
+    # [batch, heads, q_block, k_block]: the softmax of the forward pass, computed again instead of stored.
+    scores = blocks.scores(query, key, bias, i, j)
+    weights = jnp.exp(scores - largest) / total
     value_bar += _product('bhqk,bhqd->bhkd', weights.astype(value.dtype), out_bar)
     weights_bar = _product('bhqd,bhkd->bhqk', out_bar, _cut(value, j, blocks.k_block))
+    # Derivative of the softmax; float32, because it is a difference of similar numbers and biases sum it over rows.
     scores_bar = weights * (weights_bar - means[..., None])
     if distances_bar is not None:
       if scores_bar.shape[0] == 1:
@@ -316,11 +312,7 @@ def _backward(
       else:
         per_head = sum_over_batch(scores_bar)
       distances_bar += _sum_diagonals(per_head)
-    array_bars = [
-      bar
-      + jnp.sum(scores_bar, axis=[dim for dim in range(4) if bar.shape[dim] == 1], keepdims=True)
-      for bar in array_bars
-    ]
+    array_bars = [bar + _sum_like(scores_bar, bar) for bar in array_bars]
     scores_bar = scores_bar.astype(query.dtype)
     query_bar += _product('bhqk,bhkd->bhqd', scores_bar, _cut(key, j, blocks.k_block))
     key_bar += _product('bhqk,bhqd->bhkd', scores_bar, _cut(query, i, blocks.q_block))
@@ -355,6 +347,12 @@ def _backward(
   )
 
 
+def _sum_like(scores: jax.Array, bar: jax.Array) -> jax.Array:
+  """Return the sum of scores [batch, heads, q, k] over the dims in which `bar` has size 1."""
+  dims = [dim for dim in range(4) if bar.shape[dim] == 1]
+  return jnp.sum(scores, axis=dims, keepdims=True)
+
+
 def _sum_diagonals(scores: jax.Array) -> jax.Array:
   """Return the sums [heads, q + k - 1] of the diagonals of [heads, q, k], the transpose of `expand_diagonals`."""
   heads, q_len, k_len = scores.shape
@@ -366,21 +364,21 @@ def _row(bias: _Bias, row: jax.Array) -> _Bias:
   """Return the bias of one row of the batch."""
 
   def cut(array):
-    return (
-      array if array is None or array.shape[0] == 1 else lax.dynamic_slice_in_dim(array, row, 1, 0)
-    )
+    if array.shape[0] == 1:
+      return array
+    return lax.dynamic_slice_in_dim(array, row, 1, 0)
 
-  return _Bias(bias.distances, *(jax.tree.map(cut, part) for part in bias[1:]))
+  # `distances` has no dim of the batch.
+  return jax.tree.map(cut, bias._replace(distances=None))._replace(distances=bias.distances)
 
 
 def _forward_by_row(blocks, query, key, value, bias):
   """Like `_forward`, one row of the batch after the other."""
 
   def run(scanned):
-    row, *arrays = scanned
-    return [
-      array[0] for array in _forward(blocks, *(array[None] for array in arrays), _row(bias, row))
-    ]
+    row, query, key, value = scanned
+    output, statistics = _forward(blocks, query[None], key[None], value[None], _row(bias, row))
+    return output[0], statistics[0]
 
   return lax.map(run, (jnp.arange(query.shape[0]), query, key, value))
 
@@ -394,16 +392,18 @@ def _backward_by_row(blocks, query, key, value, bias, output, statistics, output
     return lax.dynamic_update_slice_in_dim(total, part, row, 0)
 
   def step(totals, scanned):
-    row, query, key, value, *others = scanned
-    query, key, value, *others = (array[None] for array in (query, key, value, *others))
-    *bars, distances_bar, array_bars = _backward(
+    row, *arrays = scanned
+    query, key, value, *others = [array[None] for array in arrays]
+    query_bar, key_bar, value_bar, distances_bar, array_bars = _backward(
       blocks, query, key, value, _row(bias, row), *others
     )
-    totals = (
-      None if distances_bar is None else totals[0] + distances_bar,
-      [add(total, part, row) for total, part in zip(totals[1], array_bars, strict=True)],
-    )
-    return totals, [bar[0] for bar in bars]
+    total_distances, total_arrays = totals
+    if distances_bar is not None:
+      total_distances = total_distances + distances_bar
+    total_arrays = [
+      add(total, part, row) for total, part in zip(total_arrays, array_bars, strict=True)
+    ]
+    return (total_distances, total_arrays), [query_bar[0], key_bar[0], value_bar[0]]
 
   zeros = jax.tree.map(
     lambda array: jnp.zeros(array.shape, jnp.float32), (bias.distances, list(bias.arrays))
@@ -421,15 +421,21 @@ def _bias_dims(bias: _Bias) -> _Bias:
   """Return the dims of the arrays of a bias for `on_each_device`."""
 
   def of_array(array):
-    return (
-      ''.join('.' if size == 1 else name for name, size in zip('bh', array.shape, strict=False))
-      + '..'
-    )
+    batch = '.' if array.shape[0] == 1 else 'b'
+    heads = '.' if array.shape[1] == 1 else 'h'
+    return f'{batch}{heads}..'
 
-  return _Bias(
-    None if bias.distances is None else 'h.',
-    tuple(map(of_array, bias.arrays)),
-    *(None if part is None else 'b.' for part in bias[2:]),
+  def if_given(dims, array):
+    if array is None:
+      return None
+    return dims
+
+  return bias._replace(
+    distances=if_given('h.', bias.distances),
+    arrays=tuple(map(of_array, bias.arrays)),
+    query_segments=if_given('b.', bias.query_segments),
+    key_segments=if_given('b.', bias.key_segments),
+    prefix=if_given('b.', bias.prefix),
   )
 
 
@@ -445,11 +451,12 @@ def _attend_forward(blocks, query, key, value, bias):
   # In a loop over layers, what depends on the bias alone is the same in all layers, and JAX would compute it before the
   # loop, for all blocks at once. Together with the query it is not the same.
   query, bias = lax.optimization_barrier((query, bias))
-  fn = functools.partial(
-    _forward_by_row if blocks.by_row and query.shape[0] > 1 else _forward, blocks
-  )
+  if blocks.by_row and query.shape[0] > 1:
+    forward = _forward_by_row
+  else:
+    forward = _forward
   output, statistics = on_each_device(
-    lambda *args: tuple(fn(*args)),
+    lambda *args: tuple(forward(blocks, *args)),
     (query, key, value, bias),
     (*[_HEADS_FIRST] * 3, _bias_dims(bias)),
     (_HEADS_FIRST, _HEADS_FIRST),
@@ -465,12 +472,13 @@ def _attend_forward(blocks, query, key, value, bias):
 def _attend_backward(blocks, residuals, output_bar):
   query, key, value, bias, output, statistics = residuals
   output_bar, bias = lax.optimization_barrier((output_bar, bias))
-  fn = functools.partial(
-    _backward_by_row if blocks.by_row and query.shape[0] > 1 else _backward, blocks
-  )
+  if blocks.by_row and query.shape[0] > 1:
+    backward = _backward_by_row
+  else:
+    backward = _backward
   dims = _bias_dims(bias)
   query_bar, key_bar, value_bar, distances_bar, array_bars = on_each_device(
-    lambda *args: tuple(fn(*args)),
+    lambda *args: tuple(backward(blocks, *args)),
     (query, key, value, bias, output, statistics, output_bar),
     (*[_HEADS_FIRST] * 3, dims, _HEADS_FIRST, _HEADS_FIRST, _HEADS_FIRST),
     (*[_HEADS_FIRST] * 3, dims.distances, list(dims.arrays)),
@@ -523,8 +531,12 @@ def blockwise_attention(
     <dtype of value>[batch, q, heads, head_dim].
   """
   is_cpu = platforms.traced_platform() == 'cpu'
-  largest = max_block or (_CPU_BLOCK if is_cpu else _ACCELERATOR_BLOCK)
-  multiple = min(largest, _CPU_MULTIPLE if is_cpu else _ACCELERATOR_MULTIPLE)
+  if is_cpu:
+    largest = max_block or _CPU_BLOCK
+    multiple = min(largest, _CPU_MULTIPLE)
+  else:
+    largest = max_block or _ACCELERATOR_BLOCK
+    multiple = min(largest, _ACCELERATOR_MULTIPLE)
   (batch, q_len) = query.shape[:2]
   k_len = key.shape[1]
   q_block, num_q = _block_size(q_len, largest, multiple)
@@ -537,28 +549,33 @@ def blockwise_attention(
     distances = None
   else:
     distances = jnp.pad(bias.distances.values, ((0, 0), (padded_q - q_len, padded_k - k_len)))
-  arrays = [array for array in (bias.position, bias.extra) if array is not None]
   query_segments = bias.query_segments
   key_segments = bias.key_segments
   prefix = bias.prefix
   if padded_k > k_len and key_segments is None:
-    query_segments, key_segments = (
-      jnp.zeros((batch, length), jnp.int32) for length in (q_len, k_len)
-    )
-  if key_segments is not None:
+    # Keys of the padding must not be seen.
+    query_segments = jnp.zeros((batch, q_len), jnp.int32)
+    key_segments = jnp.zeros((batch, k_len), jnp.int32)
+  if query_segments is not None and key_segments is not None:
     query_segments = _pad(query_segments, 1, padded_q, NO_KEY)
     key_segments = _pad(key_segments, 1, padded_k, NO_QUERY)
   if prefix is not None:
     prefix = _pad(prefix, 1, max(padded_q, padded_k), False)
-  arrays = [array.astype(jnp.float32) for array in arrays]
-  for dim, padded in ((2, padded_q), (3, padded_k)):
-    arrays = [array if array.shape[dim] == 1 else _pad(array, dim, padded) for array in arrays]
-  query, key, value = (
-    jnp.swapaxes(_pad(array, 1, padded), 1, 2)
-    for array, padded in ((query, padded_q), (key, padded_k), (value, padded_k))
-  )
+  arrays = []
+  for array in (bias.position, bias.extra):
+    if array is None:
+      continue
+    array = array.astype(jnp.float32)
+    if array.shape[2] > 1:
+      array = _pad(array, 2, padded_q)
+    if array.shape[3] > 1:
+      array = _pad(array, 3, padded_k)
+    arrays.append(array)
+  # [batch, heads, length, head_dim] each: a block of a head is a matrix.
+  query = jnp.swapaxes(_pad(query, 1, padded_q), 1, 2)
+  key = jnp.swapaxes(_pad(key, 1, padded_k), 1, 2)
+  value = jnp.swapaxes(_pad(value, 1, padded_k), 1, 2)
   blocks = _Blocks(q_block, k_block, num_q, num_k, bias.causal, by_row=is_cpu)
-  output = _attend(
-    blocks, query, key, value, _Bias(distances, tuple(arrays), query_segments, key_segments, prefix)
-  )
+  padded_bias = _Bias(distances, tuple(arrays), query_segments, key_segments, prefix)
+  output: Any = _attend(blocks, query, key, value, padded_bias)
   return jnp.swapaxes(output, 1, 2)[:, :q_len]

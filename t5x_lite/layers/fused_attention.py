@@ -1,5 +1,6 @@
 """Fused kernels of attention: cuDNN's for NVIDIA GPUs and splash attention for TPUs."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -16,7 +17,7 @@ _CUDNN_MAX_HEAD_DIM = 128
 _CUDNN_MIN_CAPABILITY = (8, 0)
 _CUDNN_MIN_PACKED_CAPABILITY = (9, 0)
 # Smallest cuDNN version by compute capability, for those that need a later cuDNN than JAX does.
-_CUDNN_MIN_VERSIONS = {(10, 3): 91100}
+_CUDNN_MIN_VERSIONS: dict[tuple[int, ...], int] = {(10, 3): 91100}
 # Largest number of examples of a packed row for cuDNN, whose statistics of the softmax have a row for each.
 _CUDNN_MAX_SEGMENTS = 32
 # Largest tiles of splash attention. Lengths must be multiples of the smallest.
@@ -30,6 +31,8 @@ def installed_cudnn_version() -> int | None:
     # JAX's fused attention uses the same module, which is None without the CUDA plugin.
     from jax._src.lib import cuda_versions
 
+    if cuda_versions is None:
+      return None
     return cuda_versions.cudnn_get_version()
   except (ImportError, AttributeError, RuntimeError):
     return None
@@ -169,51 +172,46 @@ def cudnn_attention(
     <dtype>[batch, q, heads, head_dim].
   """
   bias = bias or AttentionBias()
+  # JAX's own partitioning of the kernel takes the parts of each array as they are, which may be of different heads.
   if bias.is_packed:
 
-    def run(query, key, value, *segments):
-      local = bias.replace(query_segments=segments[0], key_segments=segments[1])
+    def run_packed(query, key, value, query_segments, key_segments):
+      local = dataclasses.replace(bias, query_segments=query_segments, key_segments=key_segments)
       return jax.lax.cond(
-        _is_in_order(*segments),
-        lambda *args: _cudnn_packed(*args, local),
-        lambda *args: fallback(*args, local),
+        _is_in_order(query_segments, key_segments),
+        lambda query, key, value: _cudnn_packed(query, key, value, local),
+        lambda query, key, value: fallback(query, key, value, local),
         query,
         key,
         value,
       )
 
-    others = (bias.query_segments, bias.key_segments)
-    dims = ('b.', 'b.')
-  else:
+    args = (query, key, value, bias.query_segments, bias.key_segments)
+    return on_each_device(run_packed, args, (*['b.h.'] * 3, 'b.', 'b.'), 'b.h.')
 
-    def run(query, key, value, position, query_lengths, key_lengths):
-      return jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        bias=position,
-        scale=1.0,
-        is_causal=bias.causal,
-        query_seq_lengths=query_lengths,
-        key_value_seq_lengths=key_lengths,
-        implementation='cudnn',
-      )
+  def run(query, key, value, position, query_lengths, key_lengths):
+    return jax.nn.dot_product_attention(
+      query,
+      key,
+      value,
+      bias=position,
+      scale=1.0,
+      is_causal=bias.causal,
+      query_seq_lengths=query_lengths,
+      key_value_seq_lengths=key_lengths,
+      implementation='cudnn',
+    )
 
-    position = bias.position_array()
-    others = (
-      None if position is None else position.astype(query.dtype),
-      bias.query_lengths,
-      bias.key_lengths,
-    )
-    if position is not None and position.shape[1] > 1:
-      heads = '.h..'
-    else:
-      heads = '....'
-    dims = tuple(
-      None if other is None else dim for other, dim in zip(others, (heads, 'b', 'b'), strict=True)
-    )
-  # JAX's own partitioning of the kernel takes the parts of each array as they are, which may be of different heads.
-  return on_each_device(run, (query, key, value, *others), (*['b.h.'] * 3, *dims), 'b.h.')
+  # [1, heads or 1, q, k] in the dtype of the queries, as cuDNN requires.
+  position = bias.position_array()
+  position_dims = None
+  if position is not None:
+    position = position.astype(query.dtype)
+    position_dims = '.h..' if position.shape[1] > 1 else '....'
+  query_dims = None if bias.query_lengths is None else 'b'
+  key_dims = None if bias.key_lengths is None else 'b'
+  args = (query, key, value, position, bias.query_lengths, bias.key_lengths)
+  return on_each_device(run, args, (*['b.h.'] * 3, position_dims, query_dims, key_dims), 'b.h.')
 
 
 def _is_in_order(query_segments: jax.Array, key_segments: jax.Array) -> jax.Array:
@@ -245,17 +243,20 @@ def packed_layout(query_segments: jax.Array, key_segments: jax.Array) -> tuple[j
     (lengths of the segments of queries [batch, segments], of keys, offset of each segment of queries
     [batch, segments + 1], of keys).
   """
-  lengths = [_segment_lengths(segments) for segments in (query_segments, key_segments)]
-  exists = (lengths[0] > 0) | (lengths[1] > 0)
-  offsets = [
-    jnp.pad(
-      jnp.where(exists, jnp.cumsum(length, axis=1) - length, -1),
-      ((0, 0), (0, 1)),
-      constant_values=-1,
-    )
-    for length in lengths
-  ]
-  return *(jnp.where(exists, length, -1) for length in lengths), *offsets
+  q_lengths = _segment_lengths(query_segments)
+  k_lengths = _segment_lengths(key_segments)
+  exists = (q_lengths > 0) | (k_lengths > 0)
+
+  def offsets(lengths: jax.Array) -> jax.Array:
+    first = jnp.where(exists, jnp.cumsum(lengths, axis=1) - lengths, -1)
+    return jnp.pad(first, ((0, 0), (0, 1)), constant_values=-1)
+
+  return (
+    jnp.where(exists, q_lengths, -1),
+    jnp.where(exists, k_lengths, -1),
+    offsets(q_lengths),
+    offsets(k_lengths),
+  )
 
 
 def _cudnn_packed(query, key, value, bias):
@@ -263,18 +264,19 @@ def _cudnn_packed(query, key, value, bias):
   # derivatives, which `where` replaces by zeros.
   from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-  is_query, is_key = (
-    (segments > 0)[:, :, None, None] for segments in (bias.query_segments, bias.key_segments)
-  )
-  query, key, value = (
-    jnp.where(mask, x, 0) for mask, x in ((is_query, query), (is_key, key), (is_key, value))
-  )
-  q_lengths, k_lengths, q_offsets, k_offsets = packed_layout(bias.query_segments, bias.key_segments)
+  query_segments, key_segments = bias.segments()
+  # [batch, length, 1, 1]: True for tokens, False for padding.
+  is_query = (query_segments > 0)[:, :, None, None]
+  is_key = (key_segments > 0)[:, :, None, None]
+  query = jnp.where(is_query, query, 0)
+  key = jnp.where(is_key, key, 0)
+  value = jnp.where(is_key, value, 0)
+  q_lengths, k_lengths, q_offsets, k_offsets = packed_layout(query_segments, key_segments)
   if bias.causal:
     mask_type = cudnn.MaskType.PADDING_CAUSAL
   else:
     mask_type = cudnn.MaskType.PADDING
-  output = cudnn.dot_product_attention(
+  output: Any = cudnn.dot_product_attention(
     query,
     key,
     value,
@@ -314,17 +316,11 @@ def splash_attention(
   else:
     segments = (bias.query_segments, bias.key_segments)
   fn = functools.partial(_splash, causal=bias.causal, interpret=interpret)
-  output = jnp.swapaxes(
-    on_each_device(
-      fn,
-      (*(jnp.swapaxes(x, 1, 2) for x in (query, key, value)), *segments),
-      (*['bh..'] * 3, *['b.'] * len(segments)),
-      'bh..',
-      is_kernel=True,
-    ),
-    1,
-    2,
-  )
+  # [batch, heads, length, head_dim] each: the kernel's order of dims.
+  heads_first = [jnp.swapaxes(x, 1, 2) for x in (query, key, value)]
+  dims = (*['bh..'] * 3, *['b.'] * len(segments))
+  output = on_each_device(fn, (*heads_first, *segments), dims, 'bh..', is_kernel=True)
+  output = jnp.swapaxes(output, 1, 2)
   # The kernel's derivative is too large for queries without a key, whose log of a sum it rounds away.
   if segments:
     return jnp.where(_has_key(bias)[:, :, None, None], output, 0)
@@ -333,14 +329,18 @@ def splash_attention(
 
 def _has_key(bias: AttentionBias) -> jax.Array:
   """Return bool [batch, q], True for queries with a visible key."""
+  query_segments, key_segments = bias.segments()
   if bias.causal and not bias.is_packed:
-    seen = jax.lax.cummax((bias.key_segments >= 0).astype(jnp.int32), axis=1) > 0
-    positions = jnp.minimum(jnp.arange(bias.query_segments.shape[1]), seen.shape[1] - 1)
+    # [batch, k]: True from the first key that is not padding on.
+    seen = jax.lax.cummax((key_segments >= 0).astype(jnp.int32), axis=1) > 0
+    positions = jnp.minimum(jnp.arange(query_segments.shape[1]), seen.shape[1] - 1)
     return jnp.take(seen, positions, axis=1)
   # In packed rows a query that is not padding sees itself, or the keys of its example.
-  return jax.vmap(functools.partial(jnp.isin, method='sort'))(
-    bias.query_segments, bias.key_segments
-  )
+  return jax.vmap(functools.partial(jnp.isin, method='sort'))(query_segments, key_segments)
+
+
+def _largest_tile(length: int) -> int:
+  return next(tile for tile in _SPLASH_TILES if length % tile == 0)
 
 
 def _splash(query, key, value, *segments, causal, interpret):
@@ -351,10 +351,12 @@ def _splash(query, key, value, *segments, causal, interpret):
   heads = query.shape[1]
   q_len = query.shape[2]
   k_len = key.shape[2]
-  mask = (masks.CausalMask if causal else masks.FullMask)((q_len, k_len))
-  q_tile, k_tile = (
-    next(tile for tile in _SPLASH_TILES if length % tile == 0) for length in (q_len, k_len)
-  )
+  if causal:
+    mask = masks.CausalMask((q_len, k_len))
+  else:
+    mask = masks.FullMask((q_len, k_len))
+  q_tile = _largest_tile(q_len)
+  k_tile = _largest_tile(k_len)
   sizes = kernels.BlockSizes(
     block_q=q_tile,
     block_kv=k_tile,

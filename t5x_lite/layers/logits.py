@@ -5,6 +5,7 @@ from typing import Any
 
 import flax.linen as nn
 from flax.linen import partitioning as nn_partitioning
+from flax.linen.spmd import with_logical_constraint
 import flax.struct
 import jax
 from jax import lax
@@ -40,16 +41,17 @@ class OutputProjection:
 
   def logits(self) -> jax.Array:
     """Return all logits, float32 [batch, length, vocab]."""
+    # [batch * length, embed]
     rows = self.hidden.reshape(-1, self.hidden.shape[-1])
     dtype = product_dtype(self.hidden, self.kernel)
     if dtype == jnp.float32:
-      products = multiply(rows, self.kernel, self.vocab_dim, dtype)
+      products: Any = multiply(rows, self.kernel, self.vocab_dim, dtype)
     else:
       products = _mixed_product(rows, self.kernel, self.vocab_dim)
     logits = products.reshape(*self.hidden.shape[:-1], self.vocab_size)
     if self.divisor != 1.0:
       logits = logits / jnp.float32(self.divisor)
-    return nn_partitioning.with_sharding_constraint(logits, ('batch', 'length', 'vocab'))
+    return with_logical_constraint(logits, ('batch', 'length', 'vocab'))
 
 
 def product_dtype(hidden: jax.Array, kernel: jax.Array) -> jnp.dtype:

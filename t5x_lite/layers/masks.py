@@ -6,6 +6,7 @@ causality.
 """
 
 from collections.abc import Callable
+import dataclasses
 from typing import Any
 
 import flax.struct
@@ -129,12 +130,10 @@ def make_decoder_mask(
     same_segment = make_attention_mask(
       decoder_segment_ids, decoder_segment_ids, jnp.equal, dtype=jnp.bool_
     )
-  return combine_masks(
-    visible,
-    make_attention_mask(valid, valid, jnp.logical_and, dtype=jnp.bool_),
-    same_segment,
-    dtype=dtype,
-  )
+  both_valid = make_attention_mask(valid, valid, jnp.logical_and, dtype=jnp.bool_)
+  mask = combine_masks(visible, both_valid, same_segment, dtype=dtype)
+  assert mask is not None  # `visible` is not.
+  return mask
 
 
 def mask_to_bias(mask: jax.Array) -> jax.Array:
@@ -291,7 +290,13 @@ class AttentionBias:
     """Return this bias with `shared` and `per_example`."""
     if self.has_arrays:
       return self
-    return self.replace(has_arrays=True)._with_new_arrays()
+    return dataclasses.replace(self, has_arrays=True)._with_new_arrays()
+
+  def segments(self) -> tuple[jax.Array, jax.Array]:
+    """Return `query_segments` and `key_segments` of a bias that has them, such as those of `make_attention_bias`."""
+    assert self.query_segments is not None
+    assert self.key_segments is not None
+    return self.query_segments, self.key_segments
 
   def _with_new_arrays(self) -> 'AttentionBias':
     """Return this bias with the arrays of its description, if it has arrays."""
@@ -300,24 +305,33 @@ class AttentionBias:
     shared = [self.position_array()]
     per_example = []
     if self.causal and self.prefix is None:
-      shared.append(causal_bias(self.query_segments.shape[1], self.key_segments.shape[1]))
+      queries, keys = self.segments()
+      # [1, 1, q, k]: the same for all examples and heads.
+      shared.append(causal_bias(queries.shape[1], keys.shape[1]))
     if self.key_segments is not None:
-      visible = self.key_segments[:, None, :] >= 0
+      queries, keys = self.segments()
+      # [batch, 1, k] for padding, [batch, q, k] for packed rows or a prefix.
+      visible = keys[:, None, :] >= 0
       if self.is_packed:
-        visible &= self.query_segments[:, :, None] == self.key_segments[:, None, :]
+        visible &= queries[:, :, None] == keys[:, None, :]
       if self.prefix is not None:
-        causally = causal_bias(*(self.prefix.shape[1],) * 2)[:, 0] == 0
+        length = self.prefix.shape[1]
+        causally = causal_bias(length, length)[:, 0] == 0
         visible &= causally | (self.prefix[:, :, None] & self.prefix[:, None, :])
       per_example.append(mask_to_bias(visible)[:, None])
     if self.extra is not None:
-      (shared if self.extra.shape[0] == 1 else per_example).append(self.extra)
-    return self.replace(shared=combine_biases(*shared), per_example=combine_biases(*per_example))
+      if self.extra.shape[0] == 1:
+        shared.append(self.extra)
+      else:
+        per_example.append(self.extra)
+    return dataclasses.replace(
+      self, shared=combine_biases(*shared), per_example=combine_biases(*per_example)
+    )
 
   def plus(self, bias: jax.Array) -> 'AttentionBias':
     """Return the sum of this bias and a plain one <float>[batch or 1, heads or 1, q or 1, k]."""
-    return self.replace(
-      extra=combine_biases(self.extra, bias.astype(jnp.float32))
-    )._with_new_arrays()
+    extra = combine_biases(self.extra, bias.astype(jnp.float32))
+    return dataclasses.replace(self, extra=extra)._with_new_arrays()
 
   def with_position(self, position: jax.Array | DistanceBias) -> 'AttentionBias':
     """Return this bias with other position biases, <float>[1, heads, q, k] or by distance.
@@ -325,10 +339,11 @@ class AttentionBias:
     Biases [batch, heads, q, k], for rows at different positions, are added as a plain bias.
     """
     if isinstance(position, DistanceBias):
-      return self.replace(position=None, distances=position)._with_new_arrays()
+      return dataclasses.replace(self, position=None, distances=position)._with_new_arrays()
     if position.shape[0] != 1:
       return self.plus(position)
-    return self.replace(position=position.astype(jnp.float32), distances=None)._with_new_arrays()
+    position = position.astype(jnp.float32)
+    return dataclasses.replace(self, position=position, distances=None)._with_new_arrays()
 
 
 def make_attention_bias(
@@ -374,15 +389,15 @@ def make_attention_bias(
     raise checks.invalid(
       'make_attention_bias', 'prefix', 'None without causal=True', 'an array', 'Pass causal=True.'
     )
-  is_packed = query_segment_ids is not None
-  if is_packed:
+  is_packed = False
+  if query_segment_ids is not None and key_segment_ids is not None:
+    is_packed = True
     # Padding attends to nothing, so that blocks of it can be skipped.
     query_segments = jnp.where(query_valid, query_segment_ids, NO_KEY).astype(jnp.int32)
     key_segments = key_segment_ids.astype(jnp.int32)
   else:
-    query_segments, key_segments = (
-      jnp.zeros(valid.shape, jnp.int32) for valid in (query_valid, key_valid)
-    )
+    query_segments = jnp.zeros(query_valid.shape, jnp.int32)
+    key_segments = jnp.zeros(key_valid.shape, jnp.int32)
   bias = AttentionBias(
     query_segments=query_segments,
     key_segments=jnp.where(key_valid, key_segments, NO_QUERY),
@@ -392,7 +407,9 @@ def make_attention_bias(
     has_arrays=False,
   )
   if not is_packed and prefix is None:
-    bias = bias.replace(query_lengths=_lengths(query_valid), key_lengths=_lengths(key_valid))
+    bias = dataclasses.replace(
+      bias, query_lengths=_lengths(query_valid), key_lengths=_lengths(key_valid)
+    )
   if position is not None:
     bias = bias.with_position(position)
   if arrays:

@@ -6,7 +6,7 @@ import operator
 from typing import Any
 
 import flax.linen as nn
-from flax.linen import partitioning as nn_partitioning
+from flax.linen.spmd import with_logical_constraint
 import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
@@ -98,7 +98,7 @@ class MlpBlock(nn.Module):
     hidden = nn.Dropout(rate=self.intermediate_dropout_rate, broadcast_dims=(-2,))(
       hidden, deterministic=deterministic
     )
-    hidden = nn_partitioning.with_sharding_constraint(hidden, ('batch', 'length', 'mlp'))
+    hidden = with_logical_constraint(hidden, ('batch', 'length', 'mlp'))
     out = DenseGeneral(
       inputs.shape[-1],
       dtype=self.dtype,

@@ -4,6 +4,7 @@ The parameters have the same values as those of the layers with matrices, for th
 """
 
 import dataclasses
+from typing import Literal
 
 import flax.linen as nn
 import jax
@@ -13,7 +14,11 @@ from t5x_lite.layers import dense
 from t5x_lite.layers.dense import Initializer
 
 
-def nd_dense_init(scale: float, mode: str, distribution: str) -> Initializer:
+def nd_dense_init(
+  scale: float,
+  mode: Literal['fan_in', 'fan_out', 'fan_avg'],
+  distribution: Literal['normal', 'truncated_normal', 'uniform'],
+) -> Initializer:
   """Return a variance-scaling initializer whose input and output dims are arguments of the call.
 
   Args:
@@ -27,9 +32,8 @@ def nd_dense_init(scale: float, mode: str, distribution: str) -> Initializer:
   """
 
   def init_fn(key, shape, dtype, in_axis=-2, out_axis=-1) -> jax.Array:
-    return nn.initializers.variance_scaling(scale, mode, distribution, in_axis, out_axis)(
-      key, shape, dtype
-    )
+    init = nn.initializers.variance_scaling(scale, mode, distribution, in_axis, out_axis)
+    return init(key, shape, dtype)
 
   return init_fn
 

@@ -4,7 +4,8 @@ from collections.abc import Callable
 import math
 from typing import Any
 
-from flax.linen import partitioning as nn_partitioning
+from flax.core.spmd import get_logical_axis_rules
+from flax.linen.spmd import logical_to_mesh_axes
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -35,13 +36,16 @@ def on_each_device(
     is_kernel: True for a function that XLA cannot partition, which all devices then compute where no dim is divided.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  rules = nn_partitioning.get_axis_rules()
-  axes, free = {}, set() if mesh.empty else set(mesh.axis_names) - set(mesh.manual_axes)
+  rules = get_logical_axis_rules()
+  axes = {}
+  free = set()
+  if not mesh.empty:
+    free = set(mesh.axis_names) - set(mesh.manual_axes)
   if rules and free and mesh.size > 1:
-    leaves, names = jax.tree.leaves(args), jax.tree.leaves(dims)
-    for letter, entry in zip(
-      _LOGICAL_AXES, _mesh_axes(tuple(_LOGICAL_AXES.values()), rules), strict=True
-    ):
+    leaves = jax.tree.leaves(args)
+    names = jax.tree.leaves(dims)
+    entries = _mesh_axes(tuple(_LOGICAL_AXES.values()), rules)
+    for letter, entry in zip(_LOGICAL_AXES, entries, strict=True):
       if isinstance(entry, (tuple, list)):
         found = tuple(entry)
       elif entry:
@@ -85,11 +89,9 @@ def on_each_device(
 def _mesh_axes(names: tuple[str, ...], rules: Any) -> tuple[Any, ...]:
   """Return the mesh axes of logical axes; None for one without a rule."""
   known = {name for name, _ in rules}
-  return tuple(
-    nn_partitioning.logical_to_mesh_axes(
-      tuple(name if name in known else None for name in names), rules
-    )
-  )
+  entries = logical_to_mesh_axes([name if name in known else None for name in names], rules)
+  assert entries is not None  # It is None without names.
+  return tuple(entries)
 
 
 def _sum(array: jax.Array, groups: list[tuple[str, ...]]) -> jax.Array:

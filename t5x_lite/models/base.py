@@ -43,7 +43,7 @@ class BaseModel(subclassing.WithFeatureConverter, abc.ABC):
   """
 
   # Name of the feature converter of this model's batches; an instance may have another name or class.
-  FEATURE_CONVERTER: ClassVar[str]
+  FEATURE_CONVERTER: Any
   # Number of consecutive rows of a batch, from its first row, that must be in one micro-batch.
   rows_together: int = 1
 

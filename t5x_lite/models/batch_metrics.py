@@ -46,13 +46,17 @@ class CustomMetrics:
         self.owner, 'metric_fns', 'logits, batch', metric_fn, logits, batch
       )
       is_valid = isinstance(found, Mapping) and all(map(metrics_lib.is_metric_obj, found.values()))
-      if not is_valid or set(found) & set(metrics):
+      got = found
+      if is_valid:
+        got = sorted(set(found) & set(metrics))
+      if not is_valid or got:
+        name = getattr(metric_fn, '__name__', repr(metric_fn))
         raise errors.ConfigError(
-          f'The function {getattr(metric_fn, "__name__", repr(metric_fn))} of `{self.owner}.metric_fns` must return '
+          f'The function {name} of `{self.owner}.metric_fns` must return '
           'a dict of clu.metrics.Metric, such as Average(total=..., count=...), with names that no other metric has, '
-          f'got {sorted(set(found) & set(metrics)) if is_valid else found!r}.'
+          f'got {got!r}.'
         )
-      metrics = metrics | found
+      metrics = {**metrics, **found}
     return metrics
 
 
@@ -197,8 +201,6 @@ def metrics_of_batch(
   """
   if mask is None:
     mask = jnp.ones(targets.shape, jnp.float32)
-  else:
-    mask = mask
   num_seqs = targets.shape[0]
   # Token counts are floats: an int32 would overflow between two summaries of a large run.
   num_target_tokens = float(targets.size)
@@ -208,11 +210,12 @@ def metrics_of_batch(
   num_correct = jnp.sum(is_correct & is_counted, dtype=jnp.float32)
 
   rate = metrics_lib.TimeRate.from_model_output
-  average = clu_metrics.Average
+  # The fields of clu's classes are unknown to type checkers.
+  average: Any = clu_metrics.Average
+  accuracy: Any = clu_metrics.Accuracy
+  num_counted = jnp.sum(is_counted, dtype=jnp.float32)
   metrics = {
-    'accuracy': clu_metrics.Accuracy(
-      total=num_correct, count=jnp.sum(is_counted, dtype=jnp.float32)
-    ),
+    'accuracy': accuracy(total=num_correct, count=num_counted),
     'loss': metrics_lib.AveragePerStep(total=loss),
     'loss_per_nonpadding_target_token': average(total=loss, count=mask_sum),
     'loss_per_all_target_tokens': average(total=loss, count=num_target_tokens),
@@ -226,11 +229,12 @@ def metrics_of_batch(
     'non_padding_fraction/loss_weights': average(total=mask_sum, count=num_target_tokens),
   }
   if z_loss is not None:
+    cross_entropy = loss - z_loss
     metrics |= {
       'z_loss': metrics_lib.AveragePerStep(total=z_loss),
       'z_loss_per_all_target_tokens': average(total=z_loss, count=num_target_tokens),
-      'cross_ent_loss': metrics_lib.AveragePerStep(total=loss - z_loss),
-      'cross_ent_loss_per_all_target_tokens': average(total=loss - z_loss, count=num_target_tokens),
+      'cross_ent_loss': metrics_lib.AveragePerStep(total=cross_entropy),
+      'cross_ent_loss_per_all_target_tokens': average(total=cross_entropy, count=num_target_tokens),
     }
 
   if segment_ids:

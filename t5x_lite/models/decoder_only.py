@@ -127,7 +127,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
       mutable=mutable,
     )
 
-  def _prefix(self, batch: Batch) -> dict[str, Array]:
+  def _prefix(self, batch: Batch) -> dict[str, Any]:
     """Return the network's argument for bidirectional attention among inputs, if it is used."""
     if not self._inputs_bidirectional_attention:
       return {}

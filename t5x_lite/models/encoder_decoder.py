@@ -124,6 +124,9 @@ class EncoderDecoderModel(base.BaseTransformerModel):
 
     encoder_inputs = ones('encoder_input_tokens')
     decoder_inputs = ones('decoder_input_tokens')
+    packing: dict[str, Any] = {
+      name: ones(name) for name in _PACKING_FEATURES if name in input_shapes
+    }
     logits, variables = self.module.init_with_output(
       rng,
       encoder_inputs,
@@ -131,7 +134,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
       decoder_inputs,
       decode=False,
       enable_dropout=False,
-      **{name: ones(name) for name in _PACKING_FEATURES if name in input_shapes},
+      **packing,
     )
     vocabulary_size.check_vocabulary_fits(
       'output_vocabulary', self.output_vocabulary, logits.shape[-1]

@@ -109,13 +109,14 @@ def generate(
     decoder_params['padding_mask'] = padding_mask
   cache = share_beams(module, cache, decode_fn, num_decodes)
 
-  encoder_side = encoded, encoder_input_tokens
   if not collections.get('cross_cache'):
-    encoder_side = tuple(decoding.flat_batch_beam_expand(x, num_decodes) for x in encoder_side)
+    # [batch * num_decodes, ...]: without a cache of its keys and values, each decode attends to the encoder's output.
+    encoded = decoding.flat_batch_beam_expand(encoded, num_decodes)
+    encoder_input_tokens = decoding.flat_batch_beam_expand(encoder_input_tokens, num_decodes)
 
   def tokens_to_logits(state: decoding.DecodingState) -> tuple[Array, Mapping[str, Any]]:
     check_fits_cache(state, max_decode_length)
-    logits, cache = decode(*encoder_side, state.cur_token, state.cache)
+    logits, cache = decode(encoded, encoder_input_tokens, state.cur_token, state.cache)
     return jnp.squeeze(logits, axis=1), cache
 
   return call_decode_fn(
@@ -153,7 +154,8 @@ def call_decode_fn(
       f'`decode_fn` must return (sequences of shape [batch, num_decodes, length], scores [batch, num_decodes]) with '
       f'batch={rows[0]} and num_decodes={num_decodes}, got {shapes} from {_name(decode_fn)}. Return both arrays.'
     )
-  return result
+  sequences, scores = results
+  return sequences, scores
 
 
 def share_beams(
@@ -319,7 +321,7 @@ def decode_options(
         'decoder_params',
         f'options of decode_fn={_name(decode_fn)} that the model does not set',
         name,
-        remedy or errors.did_you_mean(str(name), known).strip(),
+        remedy or errors.did_you_mean(str(name), known or ()).strip(),
       )
     options[name] = value
   return options
@@ -372,16 +374,13 @@ def check_features(features: Collection[str], needed: Mapping[str, str]) -> None
   """
   packed = sorted(name for name in features if name.endswith('_segment_ids'))
   if packed:
-    problems = [
-      f'one example per row, got a packed batch (features {", ".join(packed)}). Set pack=False in the dataset '
-      'config of inference.'
-    ]
-  else:
-    problems = []
-  problems += [
-    f'the feature {name!r}, {meaning}, got {sorted(features)}.{errors.did_you_mean(name, features)}'
-    for name, meaning in needed.items()
-    if name not in features
-  ]
-  if problems:
-    raise errors.ConfigError(f'Predictions need {problems[0]}')
+    raise errors.ConfigError(
+      f'Predictions need one example per row, got a packed batch (features {", ".join(packed)}). Set pack=False in '
+      'the dataset config of inference.'
+    )
+  for name, meaning in needed.items():
+    if name not in features:
+      similar = errors.did_you_mean(name, features)
+      raise errors.ConfigError(
+        f'Predictions need the feature {name!r}, {meaning}, got {sorted(features)}.{similar}'
+      )

@@ -10,15 +10,17 @@ import dataclasses
 import functools
 from typing import Any
 
-from flax.linen import partitioning as nn_partitioning
+from flax.core.spmd import get_logical_axis_rules
+from flax.linen.spmd import logical_to_mesh_axes
+from flax.linen.spmd import with_logical_constraint
 import jax
 import jax.numpy as jnp
 
 from t5x_lite import checks
 from t5x_lite import layer_stacks
-from t5x_lite import layers
 from t5x_lite import losses
 from t5x_lite.layers import logits as products
+from t5x_lite.layers.logits import OutputProjection
 from t5x_lite.models import batch_metrics
 from t5x_lite.networks.network import Network
 from t5x_lite.partitioning import rules as rules_lib
@@ -30,7 +32,7 @@ MAX_LOGITS_BYTES = 2**27
 # the products.
 MIN_CHUNK_SIZE = 256
 
-Outputs = Array | layers.OutputProjection
+Outputs = Array | OutputProjection
 
 
 def is_supported_by(*objects: Any) -> bool:
@@ -41,7 +43,7 @@ def is_supported_by(*objects: Any) -> bool:
   return all(layer_stacks.declares(each, 'SUPPORTS_CHUNKED_LOSS') for each in objects)
 
 
-def logits_arguments(model: Any, module: Any, metric_fns: Sequence[Any]) -> dict[str, bool]:
+def logits_arguments(model: Any, module: Any, metric_fns: Sequence[Any]) -> dict[str, Any]:
   """Return arguments of `compute_logits` for a loss that may be in chunks; {} if all logits are needed.
 
   Args:
@@ -66,33 +68,25 @@ def check_chunk_size(model: Any, module: Any, owner: str, metric_fns: Sequence[A
   Raises:
     ConfigError: the option has no effect.
   """
-  if isinstance(module, Network):
-    size = module.loss_chunk_size
-  else:
-    size = None
-  if not size:
+  if not isinstance(module, Network) or not module.loss_chunk_size:
     return
+  remedy = 'Set the field of its config to None.'
   if metric_fns:
     reason = f'{owner}.metric_fns, which need all logits'
+    remedy = 'Set the field of its config to None, or remove the metrics.'
+  elif not is_supported_by(model):
+    reason = f'the class {type(model).__name__}, which does not declare SUPPORTS_CHUNKED_LOSS'
+  elif not is_supported_by(module):
+    reason = f'the class {type(module).__name__}, which does not declare SUPPORTS_CHUNKED_LOSS'
   else:
-    reason = next(
-      (
-        f'the class {type(each).__name__}, which does not declare SUPPORTS_CHUNKED_LOSS'
-        for each in (model, module)
-        if not is_supported_by(each)
-      ),
-      None,
-    )
-  if reason is not None:
-    raise checks.invalid(
-      type(module).__name__,
-      'loss_chunk_size',
-      f'None with {reason},',
-      size,
-      'Set the field of its config to None, or remove the metrics.'
-      if metric_fns
-      else 'Set the field of its config to None.',
-    )
+    return
+  raise checks.invalid(
+    type(module).__name__,
+    'loss_chunk_size',
+    f'None with {reason},',
+    module.loss_chunk_size,
+    remedy,
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,22 +109,25 @@ class Chunks:
 
   def split(self, x: Array) -> Array:
     """Return [batch, length, ...] as [num_chunks, num_shards, tokens, ...], padded with zeros."""
-    x = x.reshape(self.num_shards, -1, *x.shape[2:])
-    size = -(-x.shape[1] // self.num_chunks)
-    x = jnp.pad(x, [(0, 0), (0, size * self.num_chunks - x.shape[1]), *[(0, 0)] * (x.ndim - 2)])
-    x = jnp.moveaxis(x.reshape(self.num_shards, self.num_chunks, size, *x.shape[2:]), 1, 0)
-    return nn_partitioning.with_sharding_constraint(x, (None, 'batch', *[None] * (x.ndim - 2)))
+    rest = x.shape[2:]
+    x = x.reshape(self.num_shards, -1, *rest)
+    num_tokens = x.shape[1]
+    size = -(-num_tokens // self.num_chunks)
+    x = jnp.pad(x, [(0, 0), (0, size * self.num_chunks - num_tokens), *[(0, 0)] * len(rest)])
+    # Chunks first, because `lax.scan` loops over the first dim.
+    x = jnp.moveaxis(x.reshape(self.num_shards, self.num_chunks, size, *rest), 1, 0)
+    return with_logical_constraint(x, (None, 'batch', None, *[None] * len(rest)))
 
   def join(self, x: Array, batch: int, length: int) -> Array:
     """Return the inverse of `split`."""
-    x = jnp.moveaxis(x, 0, 1).reshape(self.num_shards, -1, *x.shape[3:])[
-      :, : batch * length // self.num_shards
-    ]
+    num_tokens = batch * length // self.num_shards
+    x = jnp.moveaxis(x, 0, 1).reshape(self.num_shards, -1, *x.shape[3:])
+    x = x[:, :num_tokens]  # without the padding
     return x.reshape(batch, length, *x.shape[2:])
 
 
 def find_chunks(
-  projection: layers.OutputProjection, label_smoothing: float, z_loss: float
+  projection: OutputProjection, label_smoothing: float, z_loss: float
 ) -> Chunks | None:
   """Return the chunks of a loss for the mesh and the logical axis rules in context; None for all tokens at once.
 
@@ -154,9 +151,9 @@ def find_chunks(
   if size == 0 or size >= tokens:
     return None
   # A part of the gradient is not larger than the logits of a chunk, whose memory it takes.
-  num_parts = next(
-    n for n in range(1, embed + 1) if embed % n == 0 and (n == embed or embed // n <= size)
-  )
+  num_parts = 1
+  while embed % num_parts != 0 or (num_parts < embed and embed // num_parts > size):
+    num_parts += 1
   return Chunks(num_shards, -(-tokens // size), num_parts, label_smoothing, z_loss)
 
 
@@ -165,11 +162,15 @@ def _num_shards(batch: int, vocab_size: int) -> tuple[int, int]:
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
     return 1, 1
-  entries = nn_partitioning.logical_to_mesh_axes(
-    ('batch', 'length', 'vocab'), nn_partitioning.get_axis_rules()
-  )
-  rows, vocab = (rules_lib.num_shards(entry, mesh.shape) for entry in (entries[0], entries[2]))
-  return (rows if batch % rows == 0 else 1), (vocab if vocab_size % vocab == 0 else 1)
+  entries = logical_to_mesh_axes(('batch', 'length', 'vocab'), get_logical_axis_rules())
+  assert entries is not None  # It is None without names.
+  rows = rules_lib.num_shards(entries[0], mesh.shape)
+  vocab = rules_lib.num_shards(entries[2], mesh.shape)
+  if batch % rows != 0:
+    rows = 1
+  if vocab_size % vocab != 0:
+    vocab = 1
+  return rows, vocab
 
 
 def weighted_loss(
@@ -197,15 +198,11 @@ def weighted_loss(
   Raises:
     ConfigError: see `losses.compute_weighted_cross_entropy`.
   """
-  if isinstance(outputs, layers.OutputProjection):
+  chunks = None
+  if isinstance(outputs, OutputProjection):
     chunks = find_chunks(outputs, label_smoothing, z_loss)
-  else:
-    chunks = None
-  if chunks is None:
-    if isinstance(outputs, layers.OutputProjection):
-      logits = outputs.logits()
-    else:
-      logits = outputs
+  if chunks is None or not isinstance(outputs, OutputProjection):
+    logits = _all_logits(outputs)
     loss, z, _ = losses.compute_weighted_cross_entropy(
       logits, targets, weights, label_smoothing, z_loss, loss_normalizing_factor
     )
@@ -215,15 +212,22 @@ def weighted_loss(
     weights = jnp.ones(targets.shape, jnp.float32)
   else:
     weights = weights.astype(jnp.float32)
-  if (
-    loss_normalizing_factor is not None
-  ):  # before the gradients, which may be rounded to half precision
+  # Before the gradients, which may be rounded to half precision.
+  if loss_normalizing_factor is not None:
     weights = weights / loss_normalizing_factor
-  projection = outputs.replace(hidden=None, kernel=None)
-  loss, z, is_correct = _loss_in_chunks(
+  # Only the fields that are not arrays, since those are static arguments.
+  projection = dataclasses.replace(outputs, hidden=None, kernel=None)
+  results: Any = _loss_in_chunks(
     outputs.hidden, outputs.kernel, targets, weights, projection, chunks
   )
+  loss, z, is_correct = results
   return loss, jax.lax.stop_gradient(z), is_correct
+
+
+def _all_logits(outputs: Outputs) -> Array:
+  if isinstance(outputs, OutputProjection):
+    return outputs.logits()
+  return outputs
 
 
 def token_losses(outputs: Outputs, targets: Array) -> Array:
@@ -235,23 +239,20 @@ def token_losses(outputs: Outputs, targets: Array) -> Array:
     outputs: see `weighted_loss`.
     targets: <int>[batch, length] token ids.
   """
-  if isinstance(outputs, layers.OutputProjection):
+  chunks = None
+  if isinstance(outputs, OutputProjection):
     chunks = find_chunks(outputs, 0.0, 0.0)
-  else:
-    chunks = None
-  if chunks is None:
-    if isinstance(outputs, layers.OutputProjection):
-      logits = outputs.logits()
-    else:
-      logits = outputs
-    return losses.token_cross_entropy(logits, targets)[0]
+  if chunks is None or not isinstance(outputs, OutputProjection):
+    return losses.token_cross_entropy(_all_logits(outputs), targets)[0]
   losses.check_targets((*outputs.hidden.shape[:2], outputs.vocab_size), targets)
   kernel = _gather_kernel(outputs.hidden, outputs.kernel, outputs.vocab_dim)
 
   @jax.checkpoint
   def of_chunk(chunk):
+    # [num_shards, tokens, embed] and [num_shards, tokens]
     rows, ids = chunk
-    return losses.token_cross_entropy(outputs.replace(hidden=rows, kernel=kernel).logits(), ids)[0]
+    logits = dataclasses.replace(outputs, hidden=rows, kernel=kernel).logits()
+    return losses.token_cross_entropy(logits, ids)[0]
 
   loss = jax.lax.map(of_chunk, (chunks.split(outputs.hidden), chunks.split(targets)))
   return chunks.join(loss, *targets.shape)
@@ -264,10 +265,13 @@ def _gather_kernel(hidden: Array, kernel: Array, vocab_dim: int) -> Array:
 
 def _constrain_kernel(kernel: Array, vocab_dim: int) -> Array:
   """Constrain an array like the kernel, perhaps with a first dim for the shards of the batch."""
-  axes = ('vocab', None) if vocab_dim == 0 else (None, 'vocab')
-  return nn_partitioning.with_sharding_constraint(
-    kernel, ('batch', *axes) if kernel.ndim == 3 else axes
-  )
+  if vocab_dim == 0:
+    axes = ('vocab', None)
+  else:
+    axes = (None, 'vocab')
+  if kernel.ndim == 3:
+    axes = ('batch', *axes)
+  return with_logical_constraint(kernel, axes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -287,6 +291,7 @@ def _forward(hidden, kernel, targets, weights, projection, chunks):
   loss, z, is_correct, gradients = _scan_chunks(
     hidden, kernel, targets, weights, projection, chunks, with_gradients=True
   )
+  assert gradients is not None
   outputs = jnp.sum(loss * weights), jnp.sum(z * weights), is_correct
   # Residuals are arrays, so an empty one has the dtype.
   return outputs, (*gradients, loss, jnp.zeros(0, kernel.dtype))
@@ -295,13 +300,11 @@ def _forward(hidden, kernel, targets, weights, projection, chunks):
 def _backward(projection, chunks, residuals, cotangents):
   del projection, chunks
   hidden_bar, kernel_bar, loss, kernel_like = residuals
+  # []: later gradient of the scalar loss, by which the gradients of the forward pass are scaled.
   loss_bar = cotangents[0]
-  return (
-    (hidden_bar * loss_bar).astype(hidden_bar.dtype),
-    (kernel_bar * loss_bar).astype(kernel_like.dtype),
-    None,
-    loss * loss_bar,
-  )
+  hidden_bar = (hidden_bar * loss_bar).astype(hidden_bar.dtype)
+  kernel_bar = (kernel_bar * loss_bar).astype(kernel_like.dtype)
+  return hidden_bar, kernel_bar, None, loss * loss_bar
 
 
 _loss_in_chunks.defvjp(_forward, _backward)
@@ -316,15 +319,21 @@ def _scan_chunks(hidden, kernel, targets, weights, projection, chunks, with_grad
   )
 
   def body(kernel_bar, chunk):
+    # [num_shards, tokens, embed], and [num_shards, tokens] twice.
     rows, ids, ids_weights = chunk
-    logits = projection.replace(hidden=rows, kernel=kernel).logits()
+    # float32 [num_shards, tokens, vocab]: the only array of this size, of one chunk.
+    logits = dataclasses.replace(projection, hidden=rows, kernel=kernel).logits()
     (loss, z), residuals = losses.token_forward(logits, ids, chunks.label_smoothing, chunks.z_loss)
     hidden_bar = None
     if with_gradients:
+      # The loss is the sum of the tokens' losses by their weights; the z-loss has no gradient of its own.
+      loss_bars = (ids_weights, jnp.zeros_like(ids_weights))
       logits_bar = losses.token_backward(
-        chunks.label_smoothing, chunks.z_loss, residuals, (ids_weights, jnp.zeros_like(ids_weights))
+        chunks.label_smoothing, chunks.z_loss, residuals, loss_bars
       )[0]
-      logits_bar = (logits_bar / jnp.float32(projection.divisor)).reshape(-1, logits.shape[-1])
+      logits_bar = logits_bar / jnp.float32(projection.divisor)
+      # [num_shards * tokens, vocab]
+      logits_bar = logits_bar.reshape(-1, logits.shape[-1])
       hidden_bar = products.hidden_gradient(logits_bar, kernel, projection.vocab_dim, dtype)
       hidden_bar = hidden_bar.reshape(rows.shape).astype(rows.dtype)
       kernel_bar = _add_kernel_gradient(
@@ -334,48 +343,41 @@ def _scan_chunks(hidden, kernel, targets, weights, projection, chunks, with_grad
 
   kernel_bar = None
   if with_gradients:
-    shards = (chunks.num_shards,) if chunks.num_shards > 1 else ()
-    kernel_bar = _constrain_kernel(
-      jnp.zeros((*shards, *kernel.shape), jnp.float32), projection.vocab_dim
-    )
-  kernel_bar, outputs = jax.lax.scan(
-    body, kernel_bar, tuple(map(chunks.split, (hidden, targets, weights)))
-  )
+    shape = kernel.shape
+    if chunks.num_shards > 1:
+      shape = (chunks.num_shards, *shape)
+    # The kernel's shape, per shard of the batch; float32, because all chunks are added to it.
+    kernel_bar = _constrain_kernel(jnp.zeros(shape, jnp.float32), projection.vocab_dim)
+  operands = (chunks.split(hidden), chunks.split(targets), chunks.split(weights))
+  kernel_bar, outputs = jax.lax.scan(body, kernel_bar, operands)
   loss, z, is_correct, hidden_bar = jax.tree.map(lambda x: chunks.join(x, *targets.shape), outputs)
-  if not with_gradients:
+  if kernel_bar is None:
     return loss, z, is_correct, None
-  # Devices add their gradients of the kernel once, not in each chunk.
-  return (
-    loss,
-    z,
-    is_correct,
-    (hidden_bar, kernel_bar.sum(axis=0) if chunks.num_shards > 1 else kernel_bar),
-  )
+  if chunks.num_shards > 1:
+    # Devices add their gradients of the kernel once, not in each chunk.
+    kernel_bar = kernel_bar.sum(axis=0)
+  return loss, z, is_correct, (hidden_bar, kernel_bar)
 
 
 def _add_kernel_gradient(kernel_bar, rows, logits_bar, vocab_dim, dtype, chunks):
   """Return `kernel_bar` plus the gradient of the kernel of a chunk, computed in parts along `embed`."""
+  num_shards = None
   if chunks.num_shards > 1:
     num_shards = chunks.num_shards
-  else:
-    num_shards = None
+  # [num_shards * tokens, embed]
   rows = rows.reshape(-1, rows.shape[-1])
   if chunks.num_parts == 1:
-    return kernel_bar + _constrain_kernel(
-      products.kernel_gradient(rows, logits_bar, vocab_dim, dtype, num_shards), vocab_dim
-    )
+    gradient = products.kernel_gradient(rows, logits_bar, vocab_dim, dtype, num_shards)
+    return kernel_bar + _constrain_kernel(gradient, vocab_dim)
   size = rows.shape[-1] // chunks.num_parts
   embed_dim = kernel_bar.ndim - 1 - vocab_dim
 
   def add_part(i, kernel_bar):
-    part = products.kernel_gradient(
-      jax.lax.dynamic_slice_in_dim(rows, i * size, size, axis=1),
-      logits_bar,
-      vocab_dim,
-      dtype,
-      num_shards,
-    )
-    part += jax.lax.dynamic_slice_in_dim(kernel_bar, i * size, size, axis=embed_dim)
-    return jax.lax.dynamic_update_slice_in_dim(kernel_bar, part, i * size, axis=embed_dim)
+    first = i * size
+    # [num_shards * tokens, size]: `size` columns of the hidden states give as many rows of the gradient.
+    columns = jax.lax.dynamic_slice_in_dim(rows, first, size, axis=1)
+    part = products.kernel_gradient(columns, logits_bar, vocab_dim, dtype, num_shards)
+    part += jax.lax.dynamic_slice_in_dim(kernel_bar, first, size, axis=embed_dim)
+    return jax.lax.dynamic_update_slice_in_dim(kernel_bar, part, first, axis=embed_dim)
 
   return jax.lax.fori_loop(0, chunks.num_parts, add_part, kernel_bar)

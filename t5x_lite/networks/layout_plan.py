@@ -238,18 +238,22 @@ def _stacked(names: tuple[str, ...], layer_shape: tuple[int, ...], dtype: np.dty
 def _plan_layers(
   stack: str, of_stack: Mapping[str, Any], relpos_per_layer: bool
 ) -> dict[str, PlannedArray]:
-  stacked = {
-    name.partition('/')[2]: leaf for name, leaf in of_stack.items() if name.startswith(f'{stack}/')
-  }
-  counts = {
-    leaf.shape[_LAYERS_DIM] if len(leaf.shape) > _LAYERS_DIM else None for leaf in stacked.values()
-  }
-  if len(counts) != 1 or None in counts:
+  stacked = {}
+  counts = set()
+  for name, leaf in of_stack.items():
+    if not name.startswith(f'{stack}/'):
+      continue
+    stacked[name.partition('/')[2]] = leaf
+    count = None
+    if len(leaf.shape) > _LAYERS_DIM:
+      count = leaf.shape[_LAYERS_DIM]
+    counts.add(count)
+  num_layers = next(iter(counts), None)
+  if len(counts) != 1 or num_layers is None:
     raise ConfigError(
       f'The arrays of {stack}/{stack} must have the same number of layers in dim {_LAYERS_DIM}, got '
       f'{sorted(map(str, counts))}.'
     )
-  (num_layers,) = counts
   result = {}
   for rest, leaf in stacked.items():
     source = f'{stack}/{stack}/{rest}'

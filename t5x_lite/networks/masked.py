@@ -4,6 +4,10 @@ They are for networks written for T5X. Those of this package describe masks by t
 attention needs no array of all pairs; see `stacks`.
 """
 
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -38,18 +42,18 @@ class _SharedPositions(nn.Module):
   ) -> layers.AttentionBias:
     """Return the bias of self-attention, without positions if each layer has its own table."""
     if (self.relative_embedding is None) != self.config.relpos_per_layer:
+      if self.config.relpos_per_layer:
+        expected = 'None with relpos_bias_tables of each layer'
+      else:
+        expected = 'a module with relpos_bias_tables of each stack'
       raise ConfigError(
-        f'`{type(self).__name__}.relative_embedding` must be '
-        f'{"None" if self.config.relpos_per_layer else "a module"} with '
-        f'relpos_bias_tables of {"each layer" if self.config.relpos_per_layer else "each stack"}, '
-        f'got {self.relative_embedding}.'
+        f'`{type(self).__name__}.relative_embedding` must be {expected}, got {self.relative_embedding}.'
       )
     position = None
     if self.relative_embedding is not None:
+      # [1, heads, k_len, k_len]; of a step only the rows of its queries.
       position = self.relative_embedding(k_len, k_len, bidirectional)
-      if offset is None:
-        position = position
-      else:
+      if offset is not None:
         position = layers.rows_at(position, offset, q_len)
     return stacks.masked_bias(mask, position)
 
@@ -58,10 +62,11 @@ class _SharedPositions(nn.Module):
     cache = self.variables.get('cache', {}).get('self_attention', {})
     if not use.is_used or 'cached_key' not in cache:
       return use
-    return use.replace(
-      index=None if use.prefill else cache['cache_index'],
-      max_decode_length=cache['cached_key'].shape[2],
-    )
+    index = None
+    if not use.prefill:
+      index = cache['cache_index']
+    length = cache['cached_key'].shape[2]
+    return dataclasses.replace(use, index=index, max_decode_length=length)
 
 
 class EncoderLayer(t5_blocks.EncoderLayer, _SharedPositions):
@@ -134,16 +139,12 @@ class DecoderLayer(t5_blocks.DecoderLayer, _SharedPositions):
       CacheUse(decode=decode, max_decode_length=max_decode_length),
     )
 
-  def _apply(self, layer_fn, inputs, encoded, masks, deterministic, cache):
+  def _apply(
+    self, layer_fn: Callable[..., Any], inputs, encoded, masks, deterministic, cache: CacheUse
+  ) -> Any:
     cache = self._cache_use(cache)
     length = inputs.shape[1]
-    bias = self._bias(
-      masks.decoder,
-      length,
-      length if cache.index is None else cache.max_decode_length,
-      False,
-      cache.index,
-    )
+    bias = self._bias(masks.decoder, length, cache.num_keys(length), False, cache.index)
     return layer_fn(
       inputs,
       encoded,
@@ -243,7 +244,7 @@ class Decoder(stacks.Decoder):
       float32 [batch, length, vocab].
     """
     del decoder_positions
-    return super().__call__(
+    logits: Any = super().__call__(
       decoder_input_tokens,
       None,
       encoder=stacks.EncoderOutput(encoded, None),
@@ -251,3 +252,4 @@ class Decoder(stacks.Decoder):
       cache=CacheUse(decode=decode, max_decode_length=max_decode_length),
       masks=stacks.DecoderMasks(decoder_mask, encoder_decoder_mask),
     )
+    return logits

@@ -115,7 +115,7 @@ def remat(
       'needed. Set scan_layers=True'
     )
 
-  def decide(primitive, *avals, **params):
+  def decide(primitive, *avals, **params) -> Any:
     # JAX asks only if there is a backward pass.
     if reason is not None:
       _warn(policy, reason)

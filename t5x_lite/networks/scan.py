@@ -20,6 +20,7 @@ from flax.linen import partitioning as nn_partitioning
 import jax
 from jax import ad_checkpoint
 from jax import lax
+from jax.core import Tracer
 import jax.numpy as jnp
 
 from t5x_lite import layer_stacks
@@ -337,7 +338,7 @@ class _Runner:
   def one_by_one(self, variables: Mapping[int, Variables], x: PyTree) -> PyTree:
     """Run layers one after the other, given their variables by layer number."""
     leaves = jax.tree.leaves((x, self._operands, variables))
-    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    traced = any(isinstance(leaf, Tracer) for leaf in leaves)
     all_updates = {}
     for i, layer_variables in variables.items():
       body = self._body(self._layers[i], traced)

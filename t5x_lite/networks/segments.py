@@ -47,21 +47,22 @@ def find_segments(kinds: tuple[Hashable, ...]) -> tuple[Segment, ...]:
   (Segment(start=0, period=1, repeats=4), Segment(start=4, period=1, repeats=2))
   """
   num_layers = len(kinds)
-  # Best division of the layers from each start: ((compiled layers, segments), first segment).
-  best: dict[int, tuple[tuple[int, int], Segment | None]] = {num_layers: ((0, 0), None)}
+  # Best division of the layers from each start: (compiled layers, segments), and the first segment.
+  costs = {num_layers: (0, 0)}
+  first_segments: dict[int, Segment] = {}
   for start in reversed(range(num_layers)):
     candidates = []
     for segment in _segments_from(kinds, start):
-      layers, segments = best[start + segment.period * segment.repeats][0]
+      length = segment.period * segment.repeats
+      layers, segments = costs[start + length]
       cost = (layers + segment.period, segments + 1)
       # Of equal costs, choose the longest first segment.
-      candidates.append((cost, -segment.period * segment.repeats, segment))
-    cost, _, segment = min(candidates)
-    best[start] = (cost, segment)
+      candidates.append((cost, -length, segment))
+    costs[start], _, first_segments[start] = min(candidates)
   result = []
   start = 0
   while start < num_layers:
-    segment = best[start][1]
+    segment = first_segments[start]
     result.append(segment)
     start += segment.period * segment.repeats
   return tuple(result)

@@ -233,18 +233,23 @@ class Decoder(Stack):
     """
     run = functools.partial(self._run_layers, DecoderLayer, 'decoder')
     if cache.fill:
+      assert (
+        encoder is not None
+      )  # Only networks with an encoder make a cache before the first step.
       return run(None, encoder.encoded, None, None, None, cache, deterministic=True)
 
+    assert decoder_input_tokens is not None  # It is None with `cache.fill` only.
     length = decoder_input_tokens.shape[1]
     kernel = self.config.attention_kernel
     if cache.is_used:
-      if decoder_segment_ids is not None or (
-        encoder is not None and encoder.segment_ids is not None
-      ):
+      encoder_is_packed = encoder is not None and encoder.segment_ids is not None
+      if decoder_segment_ids is not None or encoder_is_packed:
         raise ConfigError('Cached decoding needs unpacked rows, got segment ids. Set pack=False.')
-      cache = cache.replace(
-        max_decode_length=self._cache_length(cache.max_decode_length),
-        index=None if cache.prefill else self._cached('cache_index'),
+      index = None
+      if not cache.prefill:
+        index = self._cached('cache_index')
+      cache = dataclasses.replace(
+        cache, max_decode_length=self._cache_length(cache.max_decode_length), index=index
       )
       # No mask is needed: the positions of a prompt do not attend to later ones, which steps overwrite.
       valid = prompt_positions(decoder_input_tokens, None)
@@ -252,10 +257,11 @@ class Decoder(Stack):
         real = prompt_positions(decoder_input_tokens, cache.prefill_lengths)
       else:
         real = valid
+    elif masks is None:
+      assert decoder_target_tokens is not None
+      valid = real = decoder_target_tokens > 0
     else:
-      valid = real = (
-        decoder_target_tokens if masks is None else jnp.ones_like(decoder_input_tokens)
-      ) > 0
+      valid = real = jnp.ones_like(decoder_input_tokens) > 0
     if masks is not None:
       bias = self._masked_bias(masks.decoder, length, cache)
     elif cache.index is None:
@@ -280,12 +286,15 @@ class Decoder(Stack):
         'prompt is read.'
       )
     else:
-      bias = self._step_bias(length, cache.max_decode_length, cache.index)
-    encoded = None if encoder is None else encoder.encoded
+      bias = self._step_bias(length, cache.num_keys(length), cache.index)
+    encoded = None
+    if encoder is not None:
+      encoded = encoder.encoded
     cross_bias = None
     if masks is not None:
       cross_bias = masked_bias(masks.encoder_decoder)
     elif encoder is not None:
+      assert encoder.tokens is not None
       cross_bias = layers.make_attention_bias(
         real,
         encoder.tokens > 0,
@@ -324,12 +333,12 @@ class Decoder(Stack):
     """
     cached_key = self._cached('cached_key')
     slot_table = self._cached('slot_table')
-    if cached_key is None and slot_table is None:
-      return max_decode_length
-    if slot_table is None:
+    if slot_table is not None:
+      length = slot_table.shape[1]
+    elif cached_key is not None:
       length = cached_key.shape[2]
     else:
-      length = slot_table.shape[1]
+      return max_decode_length
     if max_decode_length not in (None, length):
       raise checks.invalid(
         '',
@@ -354,11 +363,8 @@ class Decoder(Stack):
     self, mask: jax.Array | None, length: int, cache: CacheUse
   ) -> layers.AttentionBias:
     """Return the bias of self-attention for a given mask, see `DecoderMasks`."""
-    if cache.index is None:
-      k_len = length
-    else:
-      k_len = cache.max_decode_length
-    return masked_bias(mask, self._position(length, k_len, False, cache.index))
+    position = self._position(length, cache.num_keys(length), False, cache.index)
+    return masked_bias(mask, position)
 
   def _project(self, y: jax.Array, deterministic: bool) -> layers.OutputProjection:
     """Return the logits of <dtype>[batch, length, embed], after the last norm, as a product to compute."""
@@ -370,12 +376,15 @@ class Decoder(Stack):
       return layers.LogitsDense(cfg.vocab_size, name='logits_dense')(
         y, chunk_size=cfg.loss_chunk_size
       )
-    # The table's vectors have unit variance per dim, so their products with y have variance emb_dim.
+    divisor = 1.0
+    if cfg.scale_tied_logits:
+      # The table's vectors have unit variance per dim, so their products with y have variance emb_dim.
+      divisor = math.sqrt(cfg.emb_dim)
     return layers.OutputProjection(
       y,
       self.embedding.embedding,
       vocab_dim=0,
-      divisor=math.sqrt(cfg.emb_dim) if cfg.scale_tied_logits else 1.0,
+      divisor=divisor,
       chunk_size=cfg.loss_chunk_size,
     )
 

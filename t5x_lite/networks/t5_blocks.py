@@ -5,9 +5,9 @@ from collections.abc import Callable
 import dataclasses
 from typing import Any, NamedTuple, Protocol
 
-import flax
+from flax import struct
 import flax.linen as nn
-from flax.linen import partitioning as nn_partitioning
+from flax.linen.spmd import with_logical_constraint
 import jax
 import jax.numpy as jnp
 
@@ -32,7 +32,7 @@ class FeedForwardFactory(Protocol):
     ...
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class CacheUse:
   """Use of the cache in a call of a decoder; by default none.
 
@@ -47,15 +47,22 @@ class CacheUse:
 
   index: jax.Array | None = None
   prefill_lengths: jax.Array | None = None
-  decode: bool = flax.struct.field(pytree_node=False, default=False)
-  prefill: bool = flax.struct.field(pytree_node=False, default=False)
-  fill: bool = flax.struct.field(pytree_node=False, default=False)
-  max_decode_length: int | None = flax.struct.field(pytree_node=False, default=None)
+  decode: bool = struct.field(pytree_node=False, default=False)
+  prefill: bool = struct.field(pytree_node=False, default=False)
+  fill: bool = struct.field(pytree_node=False, default=False)
+  max_decode_length: int | None = struct.field(pytree_node=False, default=None)
 
   @property
   def is_used(self) -> bool:
     """True if the call computes with a cache or makes one."""
     return self.decode or self.prefill
+
+  def num_keys(self, length: int) -> int:
+    """Return the number of keys of self-attention with `length` inputs: in a step, that of the cache."""
+    if self.index is None:
+      return length
+    assert self.max_decode_length is not None  # The length of the cache that has the index.
+    return self.max_decode_length
 
 
 NO_CACHE = CacheUse()
@@ -187,9 +194,8 @@ class PositionEncoding:
     module = checks.call_custom(
       'PositionEncoding', 'biases_fn', 'config, name=', self.biases_fn, config, name='relpos_bias'
     )
-    if (
-      type(module) is layers.RelativePositionBiases and offset is None
-    ):  # a subclass may compute others
+    # A subclass may compute others.
+    if type(module) is layers.RelativePositionBiases and offset is None:
       return module.by_distance(q_len, k_len, bidirectional)
     biases = module(q_len, k_len, bidirectional, offset)
     if getattr(biases, 'ndim', None) != 4:
@@ -246,7 +252,7 @@ def t5_attention(
 
 def constrain_activations(x: jax.Array) -> jax.Array:
   """Return `x` <dtype>[batch, length, embed], sharded by the logical names of its dims."""
-  return nn_partitioning.with_sharding_constraint(x, ('batch', 'length', 'embed'))
+  return with_logical_constraint(x, ('batch', 'length', 'embed'))
 
 
 class Residual(nn.Module):
@@ -294,7 +300,9 @@ class Residual(nn.Module):
     position = self.position_encoding.biases(self.config, q_len, k_len, bidirectional, offset)
     if position is None:
       return bias
-    return (bias or layers.AttentionBias()).with_position(position)
+    if bias is None:
+      return layers.AttentionBias().with_position(position)
+    return bias.with_position(position)
 
   def _norm(self, x: jax.Array, name: str) -> jax.Array:
     return constrain_activations(layers.LayerNorm(dtype=self.config.dtype, name=name)(x))
@@ -313,12 +321,9 @@ class Residual(nn.Module):
       inputs = {}
       if isinstance(factory, TokenFeedForwardFactory) and tokens is not None:
         inputs = dict(token_mask=tokens.mask, token_ids=tokens.ids)
-      update = factory(self.config, name)(
-        self._norm(x, f'pre_{name}_layer_norm'),
-        decode=decode,
-        deterministic=deterministic,
-        **inputs,
-      )
+      block = factory(self.config, name)
+      normed = self._norm(x, f'pre_{name}_layer_norm')
+      update = block(normed, decode=decode, deterministic=deterministic, **inputs)
       x = self._add(x, update, deterministic)
     return x
 
@@ -399,16 +404,16 @@ class DecoderLayer(Residual):
     if self.config.has_encoder:
       cross_attention = self._make_attention('encoder_decoder_attention', None)
     if cache.fill:
+      assert (
+        cross_attention is not None
+      )  # Only networks with an encoder make a cache before the first step.
+      assert encoded is not None
       self._self_attention('self_attention').init_cache(encoded.shape[0], cache.max_decode_length)
       cross_attention.cache_keys_values(encoded)
       return None
 
     q_len = inputs.shape[1]
-    if cache.index is None:
-      k_len = q_len
-    else:
-      k_len = cache.max_decode_length
-    bias = self._with_layer_positions(bias, q_len, k_len, False, cache.index)
+    bias = self._with_layer_positions(bias, q_len, cache.num_keys(q_len), False, cache.index)
     x = self._norm(inputs, 'pre_self_attention_layer_norm')
     x = self._self_attention('self_attention')(
       x,

@@ -170,18 +170,21 @@ class ShardingReport:
     lines = []
     for name, group in fold_rows(self._indivisible_parameters()):
       row = group[0]
-      dims = [
-        f'{decision.logical_axis} {size} by {_format_mesh_axes(decision.indivisible)} '
-        f'{"/".join(str(rules_lib.num_shards(rule[1], self.mesh.shape)) for rule in decision.indivisible)}: '
-        + (
-          'replicated'
-          if decision.mesh_axis is None
-          else rules_lib.format_mesh_axis(decision.mesh_axis)
+      dims = []
+      for decision, size in zip(row.decisions, row.shape, strict=False):
+        if not decision.indivisible:
+          continue
+        axes = [axis for _, axis in decision.indivisible]
+        shards = '/'.join(str(rules_lib.num_shards(axis, self.mesh.shape)) for axis in axes)
+        instead = 'replicated'
+        if decision.mesh_axis is not None:
+          instead = rules_lib.format_mesh_axis(decision.mesh_axis)
+        dims.append(
+          f'{decision.logical_axis} {size} by {_format_mesh_axes(decision.indivisible)} '
+          f'{shards}: {instead}'
         )
-        for decision, size in zip(row.decisions, row.shape, strict=False)
-        if decision.indivisible
-      ]
-      lines.append(f'  {name} ({_format_shape(row.shape)}): {", ".join(dims)}')
+      joined = ', '.join(dims)
+      lines.append(f'  {name} ({_format_shape(row.shape)}): {joined}')
     return '\n'.join(lines)
 
   def _indivisible_parameters(self) -> list[ShardingRow]:
@@ -191,9 +194,10 @@ class ShardingReport:
     devices = self.mesh.devices.ravel()
     processes = len({device.process_index for device in devices})
     axes = ' x '.join(f'{axis}={size}' for axis, size in self.mesh.shape.items())
-    batch = rules_lib.format_mesh_axis(
-      self.data_partition_spec[0] if len(self.data_partition_spec) else None
-    )
+    batch_axis = None
+    if len(self.data_partition_spec):
+      batch_axis = self.data_partition_spec[0]
+    batch = rules_lib.format_mesh_axis(batch_axis)
     lines = [
       f'Mesh   {axes}: {devices.size} {devices[0].device_kind} device(s), {processes} process(es)',
       f'Batch  {batch}',
@@ -201,12 +205,15 @@ class ShardingReport:
     by_mesh_axis: dict[rules_lib.MeshAxis, list[str]] = {}
     for logical_axis, mesh_axis in self.rules:
       by_mesh_axis.setdefault(mesh_axis, []).append(logical_axis)
-    for index, (mesh_axis, names) in enumerate(by_mesh_axis.items()):
+    heading = 'Rules'
+    for mesh_axis, names in by_mesh_axis.items():
       if mesh_axis is None:
         target = 'replicated'
       else:
         target = rules_lib.format_mesh_axis(mesh_axis)
-      lines.append(f'{"Rules" if index == 0 else "":<5}  {target}: {", ".join(names)}')
+      joined = ', '.join(names)
+      lines.append(f'{heading:<5}  {target}: {joined}')
+      heading = ''
     return '\n'.join(lines)
 
   def _table(self, section: str, fold: bool) -> str:

@@ -138,7 +138,8 @@ def make_data_layout(
   """
   axes = batch_axes(data_partition_spec)
   num_devices = rules_lib.num_shards(axes, mesh.shape)
-  batch_size = num_devices if batch_size is None else batch_size
+  if batch_size is None:
+    batch_size = num_devices
   if batch_size < 1 or batch_size % num_devices:
     lower = batch_size // num_devices * num_devices
     if lower > 0:

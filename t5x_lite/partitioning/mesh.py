@@ -188,15 +188,16 @@ def mesh_by_topology(devices: Sequence[Device], num_partitions: int) -> Mesh:
     [*(len(groups[0]) for groups in reversed(levels.values())), len(devices)]
   )
   if num_partitions not in possible:
+    remedy = ''
+    if devices[0].platform == 'cpu':
+      remedy = 'XLA_FLAGS=--xla_force_host_platform_device_count=N makes virtual CPU devices.'
     raise checks.invalid(
       '',
       'num_partitions',
       f'one of {possible} for {len(slices)} slice(s) of {len(processes) // len(slices)} '
       f'process(es) of {len(processes[0])} {devices[0].platform} device(s)',
       num_partitions,
-      'XLA_FLAGS=--xla_force_host_platform_device_count=N makes virtual CPU devices.'
-      if devices[0].platform == 'cpu'
-      else '',
+      remedy,
     )
   local_model = math.gcd(
     num_partitions, len(slices[0])

@@ -314,7 +314,9 @@ class BasePartitioner(ChoosesMesh):
   def _sharding(self, name: str, resource: Any) -> Sharding:
     if isinstance(resource, Sharding):
       return resource
-    spec = PartitionSpec() if resource is None else resource
+    spec = resource
+    if spec is None:
+      spec = PartitionSpec()
     if not isinstance(spec, PartitionSpec):
       raise checks.invalid(
         '', name or 'axis_resources', 'a PartitionSpec, a pytree of these, or None', spec
@@ -459,12 +461,12 @@ class PjitPartitioner(BasePjitPartitioner):
       rules = rules_lib.standard_logical_axis_rules()
     else:
       rules = logical_axis_rules
-    if ici_mesh_shape is not None:
-      rules = [
-        (name, ('replica', 'data') if name == 'batch' and axis == 'data' else axis)
-        for name, axis in rules
-      ]
-    self._logical_axis_rules = rules_lib.freeze_rules(rules)
+    frozen = []
+    for name, axis in rules_lib.freeze_rules(rules):
+      if ici_mesh_shape is not None and (name, axis) == ('batch', 'data'):
+        axis = ('replica', 'data')
+      frozen.append((name, axis))
+    self._logical_axis_rules = tuple(frozen)
     self._max_replicated_size = max_replicated_size
     self._use_shardy_partitioner = _uses_shardy()
     self._shown_warnings: set[str] = set()
@@ -559,7 +561,11 @@ def host_local_array_to_global_array(arr_tree: PyTree, mesh: Mesh, pspecs: PyTre
     mesh: the mesh of all devices.
     pspecs: PartitionSpecs of the global arrays, a pytree or prefix; None means replicated.
   """
-  specs = jax.tree.map(
-    lambda spec: PartitionSpec() if spec is None else spec, pspecs, is_leaf=_is_axis_resource
-  )
+
+  def given_or_replicated(spec):
+    if spec is None:
+      return PartitionSpec()
+    return spec
+
+  specs = jax.tree.map(given_or_replicated, pspecs, is_leaf=_is_axis_resource)
   return multihost_utils.host_local_array_to_global_array(arr_tree, mesh, specs)

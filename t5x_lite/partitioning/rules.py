@@ -118,7 +118,9 @@ def freeze_rules(rules: Iterable[Sequence]) -> LogicalAxisRules:
   frozen = []
   for rule in rules:
     is_pair = isinstance(rule, (tuple, list)) and len(rule) == 2 and isinstance(rule[0], str)
-    mesh_axis = rule[1] if is_pair else None
+    mesh_axis = None
+    if is_pair:
+      mesh_axis = rule[1]
     if isinstance(mesh_axis, (tuple, list)):
       mesh_axis = tuple(mesh_axis)
     if not is_pair or not all(isinstance(axis, str) for axis in axes_of(mesh_axis)):

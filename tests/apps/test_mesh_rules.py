@@ -2,9 +2,9 @@
 
 import json
 
+import gin
 import pytest
 
-import gin
 from t5x_lite import cli
 
 _FEW = '--gin.evaluation.InferenceEvalConfig.num_examples=8'

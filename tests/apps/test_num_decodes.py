@@ -3,9 +3,9 @@
 import io
 import json
 
+import gin
 import pytest
 
-import gin
 from t5x_lite import cli
 from t5x_lite import layer_stacks
 from t5x_lite.models import generation

@@ -15,6 +15,7 @@ import sys
 
 import gin
 from gin import config as gin_config
+
 from t5x_lite import gin_utils
 from t5x_lite.configuration import checks as gin_check
 from t5x_lite.configuration import syntax as gin_syntax

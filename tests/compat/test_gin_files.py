@@ -5,9 +5,9 @@
 
 import logging
 
+import gin
 import pytest
 
-import gin
 from t5x_lite import errors
 from t5x_lite import gin_utils
 from t5x_lite.configuration import syntax as gin_syntax

@@ -4,9 +4,9 @@ import json
 import pathlib
 import re
 
+import gin
 import pytest
 
-import gin
 from t5x_lite import cli
 
 _SAMPLES = pathlib.Path(__file__).parent / 'samples'

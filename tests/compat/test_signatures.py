@@ -14,11 +14,11 @@ import json
 import pathlib
 
 import flax.core
+import gin
 import jax
 import numpy as np
 import pytest
 
-import gin
 from t5x_lite.compat import names
 from t5x_lite.compat import views
 

@@ -1,8 +1,8 @@
 """The files and the entry of the small program that gin binds in these tests."""
 
+import gin
 import pytest
 
-import gin
 from t5x_lite import gin_utils
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError

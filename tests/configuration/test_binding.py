@@ -2,9 +2,9 @@
 
 import dataclasses
 
+import gin
 import pytest
 
-import gin
 from t5x_lite import checks
 from t5x_lite import gin_utils
 from t5x_lite.configuration import checks as gin_check

@@ -4,10 +4,10 @@ import itertools
 import json
 import pathlib
 
+import gin
 import numpy as np
 import pytest
 
-import gin
 from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import errors

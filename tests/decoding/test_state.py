@@ -4,9 +4,9 @@ import dataclasses
 import functools
 import inspect
 
+import gin
 import pytest
 
-import gin
 from t5x_lite import decoding
 
 _OF_MODELS = {

@@ -1,8 +1,7 @@
 """Fixtures of the tests of examples."""
 
-import pytest
-
 import gin
+import pytest
 
 
 @pytest.fixture(autouse=True)

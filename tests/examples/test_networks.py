@@ -4,12 +4,12 @@ import functools
 import pathlib
 import re
 
+import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import gin
 from t5x_lite import gin_utils
 from t5x_lite import tree_utils
 from t5x_lite.configuration import syntax as gin_syntax

@@ -4,13 +4,13 @@ import pathlib
 import re
 
 from flax.linen import partitioning as nn_partitioning
+import gin
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 import numpy as np
 import pytest
 
-import gin
 import moe
 from moe import dispatch
 from moe import rules

@@ -5,12 +5,12 @@ import re
 import types
 
 from clu import metrics as clu_metrics
+import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import gin
 from moe import models as moe_models
 from t5x_lite import errors
 from t5x_lite import gin_utils

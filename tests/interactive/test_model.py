@@ -3,11 +3,11 @@
 import functools
 import logging
 
+import gin
 import jax
 import numpy as np
 import pytest
 
-import gin
 from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import files

@@ -3,11 +3,11 @@
 import json
 import math
 
+import gin
 import jax
 import numpy as np
 import pytest
 
-import gin
 from t5x_lite import checkpoints
 from t5x_lite import cli
 from tests.interop import hf_models

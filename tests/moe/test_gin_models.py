@@ -2,11 +2,11 @@
 
 import math
 
+import gin
 import jax
 import jax.numpy as jnp
 import pytest
 
-import gin
 from moe import models
 from moe import routing
 from t5x_lite import cli

@@ -4,6 +4,7 @@ import functools
 
 import flax.linen as nn
 from flax.linen import partitioning as nn_partitioning
+import gin
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
@@ -12,7 +13,6 @@ from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
 
-import gin
 from moe import networks
 from moe import routing
 from moe.layers import MoeLayer

@@ -3,12 +3,12 @@
 import dataclasses
 import re
 
+import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import gin
 from moe import rules
 from moe import upcycling
 from t5x_lite import adafactor

@@ -1,10 +1,10 @@
 """`--dry_run` of an upcycling: the builder runs on shapes, and raises the errors of the run."""
 
+import gin
 import jax
 import numpy as np
 import pytest
 
-import gin
 from moe import upcycling
 from t5x_lite import cli
 from t5x_lite import errors

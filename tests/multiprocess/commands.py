@@ -9,6 +9,7 @@ import json
 import sys
 
 import gin
+
 from t5x_lite import cli
 from t5x_lite.runtime import cluster
 

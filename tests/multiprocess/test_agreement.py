@@ -5,10 +5,10 @@ import pathlib
 import re
 import sys
 
+import gin
 import numpy as np
 import pytest
 
-import gin
 from t5x_lite import checkpoints
 from tests.apps.common import cloze_run
 from tests.apps.infer import toy_infer

@@ -69,8 +69,8 @@ MUTANTS = (
   Mutant(
     'the_larger_dim_is_the_row',
     't5x_lite/optimizers/adafactor_rule/factor_rules.py',
-    '(0, 1) if shape[0] <= shape[1] else (1, 0)',
-    '(0, 1) if shape[0] >= shape[1] else (1, 0)',
+    'if shape[0] > shape[1]:',
+    'if shape[0] < shape[1]:',
     'tests/optimizers/adafactor_rule/test_factor_rules.py'
     '::test_matrices_are_factored_by_size_whatever_their_rule',
   ),
@@ -215,7 +215,7 @@ MUTANTS = (
   Mutant(
     'stacked_layers_are_one_unit',
     't5x_lite/optimizers/scaled_adam_rule/groups.py',
-    'dims = (0, *(dim + 1 for dim in dims)) if is_stacked else dims',
+    'if is_stacked:\n      dims = (0, *(dim + 1 for dim in dims))',
     'dims = tuple(dim + is_stacked for dim in dims)',
     'tests/optimizers/scaled_adam_rule/test_transformation.py'
     '::test_layers_in_stacked_arrays_train_as_single_layers',

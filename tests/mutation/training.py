@@ -667,8 +667,8 @@ MUTANTS = (
   Mutant(
     'a_checkpoint_at_the_end_of_the_data_is_taken_for_evaluated',
     't5x_lite/apps/train/run.py',
-    'return start.step, due if is_known else tuple(',
-    'return start.step, due if True else tuple(',
+    'if not is_known:',
+    'if False:',
     'tests/apps/train/test_length.py::'
     'test_a_run_that_was_stopped_at_the_end_of_the_data_before_it_was_known_evaluates',
   ),

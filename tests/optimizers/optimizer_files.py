@@ -3,6 +3,7 @@
 import pathlib
 
 import gin
+
 from t5x_lite import gin_utils
 from t5x_lite.configuration import syntax as gin_syntax
 

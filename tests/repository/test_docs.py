@@ -21,13 +21,13 @@ import shlex
 import subprocess
 import sys
 
+import gin
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
 
-import gin
 import moe
 from moe import __main__ as moe_program
 from moe import metrics as moe_metrics

@@ -10,11 +10,11 @@ import os
 import pathlib
 import re
 
+import gin
 import jax
 import jax.numpy as jnp
 import pytest
 
-import gin
 from t5x_lite import errors
 from t5x_lite import gin_utils
 from t5x_lite.configuration import syntax as gin_syntax

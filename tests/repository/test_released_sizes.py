@@ -6,9 +6,9 @@ share a row: the LM-adapted T5 1.1 and Flan-T5 have the config.json of T5 1.1 bu
 
 import dataclasses
 
+import gin
 import pytest
 
-import gin
 from moe import networks as moe_networks
 from t5x_lite.checkpoints import hugging_face
 from t5x_lite.configuration import syntax as gin_syntax

@@ -12,6 +12,7 @@ import sys
 import tempfile
 
 import gin
+
 from t5x_lite import gin_utils
 from t5x_lite.configuration import binding
 from t5x_lite.configuration import syntax as gin_syntax

@@ -191,7 +191,8 @@ def format_metrics(values: Mapping[str, Any]) -> str:
       numbers[name] = float(np.asarray(number))
   names = _in_order(numbers)
   shown = {**{name: numbers[name] for name in names}, **metrics_lib.worst_of_layers(plain)}
-  return '  '.join(f'{name} {format_number(number)}' for name, number in shown.items())
+  texts = [f'{name} {format_number(number)}' for name, number in shown.items()]
+  return '  '.join(texts)
 
 
 def _in_order(names: Collection[str]) -> list[str]:
@@ -202,7 +203,8 @@ def _in_order(names: Collection[str]) -> list[str]:
 
 def _is_hidden(name: str) -> bool:
   """Return whether a metric is only in the files: bookkeeping, and metrics of single layers or parameters."""
-  return name.startswith((*_HIDDEN_PREFIXES, *metrics_lib.layer_prefixes())) or name.count('/') > 1
+  prefixes = (*_HIDDEN_PREFIXES, *metrics_lib.layer_prefixes())
+  return name.startswith(prefixes) or name.count('/') > 1
 
 
 def format_evaluations(
@@ -231,9 +233,10 @@ def format_evaluations(
         prefix = f'{kind}/{task}/'
         found = {}
         for name, value in metrics.items():
-          if name.startswith(prefix):
-            found[name.removeprefix(prefix)] = value
-        rows[step, task] = {name: value for name, value in found.items() if not _is_hidden(name)}
+          short_name = name.removeprefix(prefix)
+          if name.startswith(prefix) and not _is_hidden(short_name):
+            found[short_name] = value
+        rows[step, task] = found
     columns = _in_order(set().union(*rows.values()))
     table = [('step', 'task', *columns)]
     for (step, task), metrics in rows.items():
@@ -287,8 +290,9 @@ def final_report(model_dir: str, *, bad_steps_in_a_row: int = 0) -> str:
   if metrics:
     lines += ['', 'Final metrics:']
     for name, rows in metrics.items():
-      values = {k: v for k, v in rows[-1].items() if k not in ('step', 'wall_time')}
-      step = rows[-1]['step']
+      values = dict(rows[-1])
+      values.pop('wall_time', None)
+      step = values.pop('step')
       lines.append(f'  {name}, step {step:,}: {format_metrics(values)}')
   for task, step, predictions in _newest_predictions(root):
     lines += ['', f'Predictions of {task} at step {step:,}:', *prediction_table(predictions)]

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 import dataclasses
 import functools
+import itertools
+import math
 from typing import Any
 
 import jax
@@ -47,22 +49,19 @@ class StatePlan:
   @property
   def num_bytes(self) -> int:
     """Total size of the arrays in bytes."""
-    return sum(_num_elements(planned) * planned.dtype.itemsize for planned in self.arrays.values())
+    total = 0
+    for planned in self.arrays.values():
+      total += _num_elements(planned) * planned.dtype.itemsize
+    return total
 
   @property
   def num_params(self) -> int:
     """Number of parameters."""
-    return sum(
-      _num_elements(planned) for name, planned in self.arrays.items() if name.startswith(PARAMS)
-    )
+    return sum(map(_num_elements, self.params().values()))
 
   def params(self) -> dict[str, PlannedArray]:
     """Return the plans of the parameters by their paths, without `target/`."""
-    return {
-      name.removeprefix(PARAMS): planned
-      for name, planned in self.arrays.items()
-      if name.startswith(PARAMS)
-    }
+    return _section(self.arrays, PARAMS)
 
 
 def _num_elements(planned: PlannedArray) -> int:
@@ -83,9 +82,8 @@ class Reader:
     self._source = source
     self._plan = plan
     self._dtype = dtype
-    self._order = list(
-      dict.fromkeys(name for planned in plan.arrays.values() for name in planned.inputs)
-    )
+    inputs = itertools.chain.from_iterable(planned.inputs for planned in plan.arrays.values())
+    self._order = list(dict.fromkeys(inputs))
     self._position = {name: i for i, name in enumerate(self._order)}
     self._held: dict[str, np.ndarray] = {}
 
@@ -117,7 +115,8 @@ class Reader:
     names = []
     num_bytes = 0
     for name in self._order[self._position[first] :]:
-      num_bytes += int(np.prod(shapes[name].shape, dtype=np.int64)) * shapes[name].dtype.itemsize
+      leaf = shapes[name]
+      num_bytes += math.prod(leaf.shape) * leaf.dtype.itemsize
       if names and num_bytes > _GROUP_BYTES:
         break
       names.append(name)
@@ -132,7 +131,8 @@ def dtype_of(name: str, stored: Any, wanted: str | None) -> np.dtype:
     stored: its dtype in the source.
     wanted: requested dtype, or None.
   """
-  is_cast = wanted is not None and name.startswith(_CAST) and jnp.issubdtype(stored, jnp.floating)
+  is_param = name.startswith(_CAST)
+  is_cast = wanted is not None and is_param and jnp.issubdtype(stored, jnp.floating)
   if is_cast:
     return np.dtype(jnp.dtype(wanted))
   return np.dtype(stored)
@@ -151,7 +151,8 @@ def cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
   if not np.isfinite(result).all():
     lost = np.isfinite(array) & ~np.isfinite(result)
     if lost.any():
-      largest = float(np.max(np.abs(array[lost].astype(np.float64))))
+      magnitudes = np.abs(array[lost].astype(np.float64))
+      largest = float(np.max(magnitudes))
       raise ConfigError(
         f'--dtype={dtype.name} cannot represent {int(lost.sum())} values of {name}, the largest '
         f'{largest:.6g}; the maximum of {dtype.name} is {float(jnp.finfo(dtype).max):.6g}. Choose '
@@ -191,10 +192,10 @@ def plan_state(
     CheckpointError: the source has no parameters.
     ConfigError: the output format does not support part of the source; the message has the remedy.
   """
-  shapes = {
-    name: jax.ShapeDtypeStruct(leaf.shape, dtype_of(name, leaf.dtype, dtype))
-    for name, leaf in source.shapes().items()
-  }
+  shapes = {}
+  for name, leaf in source.shapes().items():
+    out_dtype = dtype_of(name, leaf.dtype, dtype)
+    shapes[name] = jax.ShapeDtypeStruct(leaf.shape, out_dtype)
   params = _section(shapes, PARAMS)
   if not params:
     raise CheckpointError(
@@ -230,16 +231,16 @@ def plan_state(
   if to != 'hugging_face':
     arrays |= _param_average(shapes, to, change, notes)
     arrays |= _mutables(shapes, layout, wanted, notes)
-    arrays |= {
-      name: layout_plan.unchanged(name, leaf)
-      for name, leaf in shapes.items()
-      if not name.startswith((PARAMS, PARAM_STATES, AVERAGE, MUTABLES))
-    }
+    for name, leaf in shapes.items():
+      if not name.startswith((PARAMS, PARAM_STATES, AVERAGE, MUTABLES)):
+        arrays[name] = layout_plan.unchanged(name, leaf)
     arrays[STEP] = _step(source, shapes, step)
   states = _optimizer_state(source, shapes, params, to, change, optimizer_state, notes)
   _note_missing_state(source, to, bool(states), notes)
   arrays |= states
-  ordered = dict(sorted(arrays.items(), key=lambda item: (item[1].inputs, item[0])))
+  # Arrays with the same inputs are next to each other, so that inputs are read once.
+  names = sorted(arrays, key=lambda name: (arrays[name].inputs, name))
+  ordered = {name: arrays[name] for name in names}
   return StatePlan(
     arrays=ordered,
     param_layout=wanted or layout,
@@ -262,10 +263,8 @@ def _network(
   """Return the recorded options of the network, updated for the new layout."""
   network = dict(source.metadata.get('network') or {})
   if tables_per_layer is not None:
-    changed = {
-      'param_layout': layout,
-      'relpos_bias_tables': 'per_layer' if tables_per_layer else 'per_stack',
-    }
+    tables = 'per_layer' if tables_per_layer else 'per_stack'
+    changed = {'param_layout': layout, 'relpos_bias_tables': tables}
     network |= {key: value for key, value in changed.items() if key in network}
   return network
 
@@ -274,7 +273,8 @@ def _check_hugging_face(
   source: sources.StateSource, shapes: Mapping[str, Any], to: str, notes: list[str]
 ) -> None:
   """Raise if a Hugging Face folder does not support parts of the network; add notes on other parts."""
-  custom = ' and '.join(map(str, (source.metadata.get('network') or {}).get('custom_blocks', ())))
+  network = source.metadata.get('network') or {}
+  custom = ' and '.join(map(str, network.get('custom_blocks', ())))
   mutables = [name for name in shapes if name.startswith(MUTABLES)]
   if custom:
     unsupported = f'custom {custom}'
@@ -305,10 +305,13 @@ def _recorded_heads(source: sources.StateSource, params: Mapping[str, Any]) -> i
   return (source.metadata.get('network') or {}).get('num_heads')
 
 
-def _section(shapes: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-  return {
-    name.removeprefix(prefix): leaf for name, leaf in shapes.items() if name.startswith(prefix)
-  }
+def _section(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+  """Return the values whose names begin with `prefix`, by the rest of their names."""
+  section = {}
+  for name, value in values.items():
+    if name.startswith(prefix):
+      section[name.removeprefix(prefix)] = value
+  return section
 
 
 def _prefixed(prefix: str, plans: Mapping[str, PlannedArray]) -> dict[str, PlannedArray]:
@@ -317,28 +320,29 @@ def _prefixed(prefix: str, plans: Mapping[str, PlannedArray]) -> dict[str, Plann
   def make(planned, read):
     return planned.make(lambda name: read(f'{prefix}{name}'))
 
-  return {
-    f'{prefix}{name}': dataclasses.replace(
-      planned,
-      inputs=tuple(f'{prefix}{name}' for name in planned.inputs),
-      make=functools.partial(make, planned),
+  prefixed = {}
+  for name, planned in plans.items():
+    inputs = tuple(f'{prefix}{each}' for each in planned.inputs)
+    prefixed[f'{prefix}{name}'] = dataclasses.replace(
+      planned, inputs=inputs, make=functools.partial(make, planned)
     )
-    for name, planned in plans.items()
-  }
+  return prefixed
 
 
 def _tables_differ(source: sources.StateSource, params: Mapping[str, Any]) -> bool:
-  return not all(
-    layout_plan.tables_are_equal(source.read_array(f'{PARAMS}{name}'))
-    for name in layout_plan.layer_tables(params)
-  )
+  for name in layout_plan.layer_tables(params):
+    if not layout_plan.tables_are_equal(source.read_array(f'{PARAMS}{name}')):
+      return True
+  return False
 
 
 def _step(source: sources.StateSource, shapes: Mapping[str, Any], step: int | None) -> PlannedArray:
   leaf = shapes.get(STEP, jax.ShapeDtypeStruct((), np.dtype(np.int32)))
   if step is None and STEP in shapes:
     return layout_plan.unchanged(STEP, leaf)
-  value = np.full(leaf.shape, (source.step or 0) if step is None else step, leaf.dtype)
+  if step is None:
+    step = source.step or 0
+  value = np.full(leaf.shape, step, leaf.dtype)
   return PlannedArray(
     inputs=(), shape=tuple(leaf.shape), dtype=np.dtype(leaf.dtype), make=lambda read: value
   )
@@ -428,7 +432,9 @@ def _optimizer_state(
     tree = _section(states, prefix)
     if {name: _stored_shape(leaf) for name, leaf in tree.items()} == param_shapes:
       result |= _prefixed(prefix, change(tree))
-      left = {name: leaf for name, leaf in left.items() if not name.startswith(prefix)}
+      taken = [name for name in left if name.startswith(prefix)]
+      for name in taken:
+        del left[name]
   stuck = [name for name, leaf in left.items() if leaf.shape]
   if stuck:
     raise ConfigError(

@@ -114,36 +114,32 @@ class ConvertConfig:
     if self.to == 'hugging_face':
       others = ['--param_layout', '--step']
       supported = '--to=t5x_lite or --to=t5x'
-      others += ['--optimizer_state'] if self.optimizer_state == 'keep' else []
+      if self.optimizer_state == 'keep':
+        others.append('--optimizer_state')
     else:
       others = ['--family', '--tokenizer', '--max_shard_size']
       supported = '--to=hugging_face'
-    checks.check(
-      '',
-      flags,
-      **{
-        '--to': checks.one_of(FORMATS),
-        '--dtype': checks.one_of(convert_plan.DTYPES).or_none(),
-        '--param_layout': checks.one_of(PARAM_LAYOUTS).or_none(),
-        '--optimizer_state': checks.Expectation(
-          "absent or 'drop' with --param_average",
-          lambda value: value in (None, 'drop'),
-          'The state belongs to the trained parameters.',
-        )
-        if self.param_average
-        else checks.one_of(OPTIMIZER_STATE).or_none(),
-        '--step': checks.number(at_least=0, below=2**31, integer=True).or_none(),
-        '--max_shard_size': checks.number(at_least=1, integer=True).or_none(),
-      }
-      | dict.fromkeys(
-        others,
-        checks.Expectation(
-          f'absent with --to={self.to}',
-          lambda value: value is None,
-          f'It requires {supported}: remove the flag.',
-        ),
-      ),
+    absent = checks.Expectation(
+      f'absent with --to={self.to}',
+      lambda value: value is None,
+      f'It requires {supported}: remove the flag.',
     )
+    optimizer_state = checks.one_of(OPTIMIZER_STATE).or_none()
+    if self.param_average:
+      optimizer_state = checks.Expectation(
+        "absent or 'drop' with --param_average",
+        lambda value: value in (None, 'drop'),
+        'The state belongs to the trained parameters.',
+      )
+    expectations = {
+      '--to': checks.one_of(FORMATS),
+      '--dtype': checks.one_of(convert_plan.DTYPES).or_none(),
+      '--param_layout': checks.one_of(PARAM_LAYOUTS).or_none(),
+      '--optimizer_state': optimizer_state,
+      '--step': checks.number(at_least=0, below=2**31, integer=True).or_none(),
+      '--max_shard_size': checks.number(at_least=1, integer=True).or_none(),
+    }
+    checks.check('', flags, **expectations | dict.fromkeys(others, absent))
 
 
 def convert(
@@ -206,12 +202,15 @@ def convert(
     shown.note('verifying the source')
     opened.verify()
   make = _Counter(Reader(opened, plan, cfg.dtype), len(plan.arrays), shown)
-  at_step = (opened.step or 0) if cfg.step is None else cfg.step
-  if target is not None:
-    path = output
-  else:
+  at_step = cfg.step
+  if at_step is None:
+    at_step = opened.step or 0
+  path = output
+  if target is None:
     path = checkpoints.get_checkpoint_dir(output, at_step)
-  final = files.path(output if files.is_remote(output) else os.path.abspath(output))
+  final = files.path(output)
+  if not files.is_remote(output):
+    final = files.path(os.path.abspath(output))
   with output_folder.creating(final) as made, _named_errors(made, output):
     if target is not None:
       target.write(made, make, cfg.max_shard_size)
@@ -221,20 +220,30 @@ def convert(
       _write_t5x(made, at_step, plan, make)
     shown.note('waiting for the disk')
   shown.clear()
-  return Conversion(
+  done = Conversion(
     path=path,
     format=cfg.to,
     source=opened.path,
     source_format=opened.format,
-    num_arrays=len(plan.arrays) if target is None else target.num_tensors,
+    num_arrays=len(plan.arrays),
     num_bytes=plan.num_bytes,
     dtypes=collections.Counter(planned.dtype.name for planned in plan.params().values()),
     num_params=plan.num_params,
     param_layout=plan.param_layout,
-    family=family if target is None else target.family,
-    architecture=_known_architecture(opened, plan) if target is None else target.architecture,
-    has_tokenizer=target is not None and target.has_tokenizer,
-    notes=plan.notes if target is None else (*plan.notes, *target.notes),
+    family=family,
+    architecture=None,
+    has_tokenizer=False,
+    notes=plan.notes,
+  )
+  if target is None:
+    return dataclasses.replace(done, architecture=_known_architecture(opened, plan))
+  return dataclasses.replace(
+    done,
+    num_arrays=target.num_tensors,
+    family=target.family,
+    architecture=target.architecture,
+    has_tokenizer=target.has_tokenizer,
+    notes=(*plan.notes, *target.notes),
   )
 
 

@@ -95,29 +95,28 @@ class EvaluateConfig:
     """
     dataset_cfg = self.dataset_cfg
     restore_cfg = self.restore_checkpoint_cfg
-    names = ('split', 'shuffle', 'use_cached', 'pack', 'trim_output_features', 'source')
-    identity = {
-      'dataset': {
-        'mixture_or_task_name': dataset_cfg.name,
-        'seed': dataset_cfg.effective_seed,
-        'task_feature_lengths': dataset_cfg.task_feature_lengths
-        and dict(sorted(dataset_cfg.task_feature_lengths.items())),
-        **{name: getattr(dataset_cfg, name) for name in names},
-      },
-      'restore': {
-        'fallback_init_rng': self.fallback_init_rng,
-        **(
-          {}
-          if restore_cfg is None
-          else {
-            'dtype': restore_cfg.dtype,
-            'assignment_map': repr(restore_cfg.assignment_map),
-            'strict': restore_cfg.strict,
-            'fallback_to_scratch': restore_cfg.fallback_to_scratch,
-            **builders.identity(restore_cfg),
-          }
-        ),
-      },
+    lengths = dataset_cfg.task_feature_lengths
+    if lengths:
+      lengths = dict(sorted(lengths.items()))
+    dataset = {
+      'mixture_or_task_name': dataset_cfg.name,
+      'seed': dataset_cfg.effective_seed,
+      'task_feature_lengths': lengths,
+    }
+    for name in ('split', 'shuffle', 'use_cached', 'pack', 'trim_output_features', 'source'):
+      dataset[name] = getattr(dataset_cfg, name)
+    restore: dict[str, Any] = {'fallback_init_rng': self.fallback_init_rng}
+    if restore_cfg is not None:
+      restore |= {
+        'dtype': restore_cfg.dtype,
+        'assignment_map': repr(restore_cfg.assignment_map),
+        'strict': restore_cfg.strict,
+        'fallback_to_scratch': restore_cfg.fallback_to_scratch,
+        **builders.identity(restore_cfg),
+      }
+    identity: dict[str, Any] = {
+      'dataset': dataset,
+      'restore': restore,
       'settings': dict(self.settings or {}),
     }
     if evaluator is not None and self.infer_eval_cfg is not None:

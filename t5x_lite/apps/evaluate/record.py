@@ -47,10 +47,11 @@ class EvalRecord:
     if contents['finished'] and differences:
       shown = '; '.join(differences[:_NUM_DIFFERENCES_SHOWN])
       more = len(differences) - _NUM_DIFFERENCES_SHOWN
+      if more > 0:
+        shown += f'; and {more} more'
       raise ConfigError(
-        f'{output_dir!r} has results of another configuration: {shown}'
-        f'{f"; and {more} more" if more > 0 else ""}. Choose another output_dir (EVAL_OUTPUT_DIR), or '
-        f'delete {self._path} to replace the results.'
+        f'{output_dir!r} has results of another configuration: {shown}. Choose another output_dir '
+        f'(EVAL_OUTPUT_DIR), or delete {self._path} to replace the results.'
       )
     self._finished = {int(step): entry for step, entry in contents['finished'].items()}
 
@@ -185,11 +186,11 @@ def _fingerprint(path: str) -> str | None:
 def _differences(former: Any, now: Any, name: str = '') -> list[str]:
   """Return the differences between two trees of JSON values, one clause each."""
   if isinstance(former, dict) and isinstance(now, dict):
-    return [
-      part
-      for key in sorted({*former, *now})
-      for part in _differences(former.get(key), now.get(key), f'{name}.{key}' if name else key)
-    ]
+    parts = []
+    for key in sorted({*former, *now}):
+      full_name = f'{name}.{key}' if name else key
+      parts += _differences(former.get(key), now.get(key), full_name)
+    return parts
   if former == now:
     return []
   return [f'{name} was {former!r} and is {now!r}']

@@ -132,15 +132,14 @@ def evaluate(
     # Data: tasks to decode, and batches for teacher-forced evaluation
     # ------------------------------------------------------------------------------------------------------------------
     progress.note(f'opening the data: {cfg.dataset_cfg.name}')
-    open_fn = functools.partial(
-      waiting.DataWaits(
-        signals,
-        lambda doing: StoppedOnSignalError(
-          f'Stopped by {signals.name} while {doing}; nothing was evaluated.'
-        ),
-      ).call,
-      doing='opening the evaluation data',
-    )
+
+    def stop_error(doing: str) -> StoppedOnSignalError:
+      return StoppedOnSignalError(
+        f'Stopped by {signals.name} while {doing}; nothing was evaluated.'
+      )
+
+    waits = waiting.DataWaits(signals, stop_error)
+    open_fn = functools.partial(waits.call, doing='opening the evaluation data')
     verify_fn = cfg.verify_matching_vocabs_fn
     if verify_fn is not None:
       open_fn(lambda: verify_fn(cfg.dataset_cfg, cfg.model))
@@ -222,11 +221,10 @@ def evaluate(
       return record.results
     if cfg.summarize_config_fn is not None and multihost.is_lead():
       cfg.summarize_config_fn(cfg.output_dir, None, 0)
-    progress.log(
-      f'{todo.num_done} checkpoint(s) are already evaluated.'
-      if todo.num_done
-      else f'Writing results to {cfg.output_dir}.'
-    )
+    if todo.num_done:
+      progress.log(f'{todo.num_done} checkpoint(s) are already evaluated.')
+    else:
+      progress.log(f'Writing results to {cfg.output_dir}.')
 
     # ------------------------------------------------------------------------------------------------------------------
     # Evaluate: the host computes metrics of a checkpoint while the next one is restored
@@ -347,14 +345,15 @@ def _input_spec(
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
   """Return shapes and dtypes, by feature name, of a batch for initialization."""
   if evaluator is not None:
-    types = {
-      name: leaf.dtype for task in evaluator.eval_tasks for name, leaf in task.element_spec.items()
-    }
+    types = {}
+    for task in evaluator.eval_tasks:
+      for name, leaf in task.element_spec.items():
+        types[name] = leaf.dtype
     return evaluator.model_feature_shapes, types
   spec = next(iter(eval_batches.values())).element_spec
-  return {name: leaf.shape for name, leaf in spec.items()}, {
-    name: leaf.dtype for name, leaf in spec.items()
-  }
+  shapes = {name: leaf.shape for name, leaf in spec.items()}
+  types = {name: leaf.dtype for name, leaf in spec.items()}
+  return shapes, types
 
 
 class _BatchNotes:
@@ -380,7 +379,8 @@ class _ToDo:
   def __init__(
     self, record: eval_record.EvalRecord, restore_cfg: checkpoints.RestoreCheckpointConfig | None
   ):
-    self._record, self._restore_cfg = record, restore_cfg and restore_lib.for_inference(restore_cfg)
+    self._record = record
+    self._restore_cfg = restore_cfg and restore_lib.for_inference(restore_cfg)
     self.paths: dict[int, str] = {}
     self.num_done = 0
 
@@ -399,14 +399,17 @@ class _ToDo:
   def describe(self, num_batches: int, output_dir: str) -> str:
     """Return the text of a dry run."""
     cfg = self._restore_cfg
-    built = cfg is not None and cfg.builders and not cfg.paths
-    origins = [builders.describe(path, cfg) for path in ([None] if built else self.paths.values())]
+    kind = 'checkpoint'
+    paths: list[str | None] = list(self.paths.values())
+    if cfg is not None and cfg.builders and not cfg.paths:
+      kind = 'built state'
+      paths = [None]
+    origins = [builders.describe(path, cfg) for path in paths]
     return '\n'.join(
       [
         f'Results will be written to {output_dir}.',
         f'{self.num_done} checkpoint(s) are already evaluated.',
-        f'{len(origins)} {"built state" if built else "checkpoint"}(s) will be evaluated on {num_batches} batches '
-        'each:',
+        f'{len(origins)} {kind}(s) will be evaluated on {num_batches} batches each:',
         *(f'  {origin}' for origin in origins),
       ]
     )

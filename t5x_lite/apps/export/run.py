@@ -260,21 +260,25 @@ def describe(folder: str) -> str:
     f'parameters) to {folder}, {format_bytes(size)}:'
   ]
   for name, function in manifest['functions'].items():
-    for way in ('inputs', 'outputs'):
-      arrays = ', '.join(
-        f'{array} {leaf["dtype"]}[{", ".join(map(str, leaf["shape"]))}]'
-        for array, leaf in function[way].items()
-      )
-      lines.append(
-        f'  {name if way == "inputs" else "":<8} {"from" if way == "inputs" else "to":<4} {arrays}'
-      )
+    lines.append(f'  {name:<8} from {_arrays_text(function["inputs"])}')
+    lines.append(f'  {"":<8} to   {_arrays_text(function["outputs"])}')
+  where = ' from a copy on a disk' if files.is_remote(root) else ''
   lines.append(
     f'Platforms: {", ".join(function["platforms"])}. {SCRIPT} and README.md show how to run it'
-    f'{" from a copy on a disk" if files.is_remote(root) else ""}.'
+    f'{where}.'
   )
   if (root / SAVED_MODEL).is_dir():
     lines.append(f'{SAVED_MODEL}/ has the same programs for TensorFlow.')
   return '\n'.join(lines)
+
+
+def _arrays_text(arrays: Mapping[str, Mapping[str, Any]]) -> str:
+  """Return the names, dtypes and shapes of arrays."""
+  texts = []
+  for name, leaf in arrays.items():
+    shape = ', '.join(map(str, leaf['shape']))
+    texts.append(f'{name} {leaf["dtype"]}[{shape}]')
+  return ', '.join(texts)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -290,7 +294,9 @@ def _export(
   platforms: Sequence[str],
   seed_input: bool,
 ) -> _Program:
-  (rows,) = jax.export.symbolic_shape(_BATCH) if batch_size is None else (batch_size,)
+  rows: Any = batch_size
+  if batch_size is None:
+    (rows,) = jax.export.symbolic_shape(_BATCH)
   arrays = {'inputs': jax.ShapeDtypeStruct((rows, lengths['inputs']), np.int32)}
   if mode == 'predict':
     fn = export_functions.predict_fn(model, lengths, seed_input=seed_input)
@@ -308,14 +314,18 @@ def _export(
   except T5xLiteError:
     raise
   except Exception as error:
-    ways = [
-      *(['a number for batch_size'] if batch_size is None else []),
-      *(['fewer native_lowering_platforms'] if len(platforms) > 1 else []),
-    ]
-    remedy = f'Try {", or ".join(ways)}. ' if ways else ''
+    ways = []
+    if batch_size is None:
+      ways.append('a number for batch_size')
+    if len(platforms) > 1:
+      ways.append('fewer native_lowering_platforms')
+    remedy = ''
+    if ways:
+      remedy = f'Try {", or ".join(ways)}. '
+    reason = str(error).strip().splitlines()[0]
     raise ConfigError(
-      f'The model cannot be exported for {mode!r}: {type(error).__name__}: '
-      f'{str(error).strip().splitlines()[0]}. {remedy}--debug shows more.'
+      f'The model cannot be exported for {mode!r}: {type(error).__name__}: {reason}. {remedy}'
+      '--debug shows more.'
     ) from error
   return _Program(name=mode, exported=exported, argument_names=list(arrays))
 
@@ -330,15 +340,13 @@ def _describe_program(program: _Program, num_variables: int, content: bytes) -> 
     }
 
   outputs = jax.tree.unflatten(exported.out_tree, exported.out_avals)
+  inputs = zip(program.argument_names, exported.in_avals[num_variables:], strict=True)
   return {
     'file': f'{program.name}.stablehlo',
     'sha256': hashlib.sha256(content).hexdigest(),
     'platforms': list(exported.platforms),
     'calling_convention_version': exported.calling_convention_version,
-    'inputs': {
-      name: leaf(aval)
-      for name, aval in zip(program.argument_names, exported.in_avals[num_variables:], strict=True)
-    },
+    'inputs': {name: leaf(aval) for name, aval in inputs},
     'outputs': {name: leaf(aval) for name, aval in outputs.items()},
   }
 
@@ -389,22 +397,29 @@ def _write_texts(folder: pathlib.Path, manifest: Mapping[str, Any]) -> None:
   script = _SCRIPT_TEXT.format(mode=mode, feed=feed, arguments=arguments)
   files.write(folder / SCRIPT, script, durable=False)
   eos_id = manifest['vocabularies']['inputs']['eos_id']
-  ids = str([5, 6, 7] if eos_id is None else [5, 6, 7, eos_id])
-  copied = sorted(path.name for path in folder.glob('*.sentencepiece'))
+  ids = [5, 6, 7]
+  if eos_id is not None:
+    ids.append(eos_id)
+  example = str(ids)
+  if mode != 'predict':
+    example = f'[{ids}, {ids}]'
+  copied = ', '.join(sorted(path.name for path in folder.glob('*.sentencepiece')))
+  saved_model = ''
+  if (folder / SAVED_MODEL).is_dir():
+    signatures = ', '.join(manifest['functions'])
+    saved_model = f'- `{SAVED_MODEL}/`: the same for TensorFlow; signatures: {signatures}.\n'
   files.write(
     folder / 'README.md',
     _README_TEXT.format(
       name=manifest['name'],
       mode=mode,
       script=script,
-      example=ids if mode == 'predict' else f'[{ids}, {ids}]',
+      example=example,
       what=f'Step {manifest["step"]:,} of {manifest["checkpoint"] or "random parameters"}',
       platforms=', '.join(function['platforms']),
       jax_version=manifest['versions']['jax'],
-      files=f', with {", ".join(copied)}' if copied else '',
-      saved_model=f'- `{SAVED_MODEL}/`: the same for TensorFlow; signatures: {", ".join(manifest["functions"])}.\n'
-      if (folder / SAVED_MODEL).is_dir()
-      else '',
+      files=f', with {copied}' if copied else '',
+      saved_model=saved_model,
     ),
     durable=False,
   )
@@ -459,10 +474,9 @@ def _check_target(output_dir: str, model_name: str, overwrite: bool) -> files.Pa
       )
     except (OSError, ValueError, AttributeError):
       is_export = False
-    if not is_export or not overwrite:
-      raise ConfigError(
-        f'{str(target)!r} exists{"" if is_export else " and is not an export"}. Choose another '
-        f'MODEL_NAME{", or pass --overwrite" if is_export else ""}.'
-      )
+    if not is_export:
+      raise ConfigError(f'{str(target)!r} exists and is not an export. Choose another MODEL_NAME.')
+    if not overwrite:
+      raise ConfigError(f'{str(target)!r} exists. Choose another MODEL_NAME, or pass --overwrite.')
   files.make_writable(target.parent)
   return target

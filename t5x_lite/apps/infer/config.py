@@ -143,7 +143,7 @@ class InferConfig:
       path: the checkpoint; None for random parameters.
       step: its step.
     """
-    return {
+    identity = {
       **(self.settings or {}),
       'checkpoint': _checkpoint_identity(path, step),
       'mode': self.mode,
@@ -151,13 +151,10 @@ class InferConfig:
       'random_seed': self.random_seed,
       'fallback_init_rng': self.fallback_init_rng,
       'source': source.identity,
-      **(
-        {}
-        if self.output_vocab_feature_name == 'targets'
-        else {'output_vocab_feature_name': self.output_vocab_feature_name}
-      ),
-      **builders.identity(self.restore_checkpoint_cfg),
     }
+    if self.output_vocab_feature_name != 'targets':
+      identity['output_vocab_feature_name'] = self.output_vocab_feature_name
+    return identity | builders.identity(self.restore_checkpoint_cfg)
 
 
 def _checkpoint_identity(path: str | None, step: int) -> dict[str, Any]:
@@ -166,14 +163,12 @@ def _checkpoint_identity(path: str | None, step: int) -> dict[str, Any]:
     return {'path': None, 'step': step}
   found = checkpoints.read_manifest(path)
   # Without the position in the training data, which a running training may delete.
-  if found is None:
-    hashes = []
-  else:
-    hashes = sorted(
-      (name, entry['sha256']) for name, entry in found.files.items() if name.startswith('state/')
-    )
+  hashes = []
+  if found is not None:
+    for name, entry in sorted(found.files.items()):
+      if name.startswith('state/'):
+        hashes.append((name, entry['sha256']))
+  content = None
   if hashes:
     content = hashlib.sha256(json.dumps(hashes).encode()).hexdigest()[:16]
-  else:
-    content = None
   return {'path': files.real_path(path), 'step': int(step), 'content': content}

@@ -162,11 +162,9 @@ def infer_source(
         for examples, outputs in runner.run(
           cfg.mode, read_batches(), train_state, train_state_axes, seed=cfg.random_seed
         ):
-          if cfg.mode == 'predict_with_aux':
-            outputs = outputs
-          else:
+          if cfg.mode != 'predict_with_aux':
             outputs = (outputs, {})
-          chunk.append((examples, jax.tree.map(lambda rows, n=len(examples): rows[:n], outputs)))
+          chunk.append((examples, _first_rows(outputs, len(examples))))
           on_batch(len(examples))
           if len(chunk) == cfg.checkpoint_period:
             submit_chunk()
@@ -177,13 +175,16 @@ def infer_source(
     finally:
       read_pool.shutdown(wait=False, cancel_futures=True)
       # Reads that are cancelled before they begin never become done.
-      concurrent.futures.wait(
-        [read for read in reads if not read.cancelled()], _PATIENCE_SECONDS if stopped else None
-      )
+      patience = _PATIENCE_SECONDS if stopped else None
+      concurrent.futures.wait([read for read in reads if not read.cancelled()], patience)
     finish_writing()
   if stopped:
     return None
   return reader.num_examples
+
+
+def _first_rows(outputs: PyTree, count: int) -> PyTree:
+  return jax.tree.map(lambda rows: rows[:count], outputs)
 
 
 def _join(
@@ -191,5 +192,6 @@ def _join(
 ) -> tuple[list[data.Example], Inferences]:
   """Return the examples and the results of the batches of a chunk, concatenated."""
   examples = [example for batch, _ in chunk for example in batch]
-  outputs = jax.tree.map(lambda *rows: np.concatenate(rows), *(outputs for _, outputs in chunk))
-  return examples, outputs
+  outputs = [outputs for _, outputs in chunk]
+  joined = jax.tree.map(lambda *rows: np.concatenate(rows), *outputs)
+  return examples, joined

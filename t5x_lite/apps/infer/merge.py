@@ -115,9 +115,7 @@ def _check_mergeable(
         f'{shard.result} has a source of {run["num_source_examples"]} examples, {shards[0].result} '
         f'one of {total}. Rerun all shards with one source.'
       )
-    elif paths_lib.describe(shard.result) != {
-      name: result[name] for name in ('size', 'sha256', 'lines')
-    }:
+    elif not paths_lib.describe(shard.result).items() <= result.items():
       problem = DataError(f'{shard.result} was modified. Delete it, and run its shard again.')
     elif result['lines'] != result['num_examples']:
       problem = ConfigError(

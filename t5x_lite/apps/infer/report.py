@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 import dataclasses
 import itertools
+import textwrap
 from typing import Any
 
 from t5x_lite import files
@@ -57,7 +58,8 @@ def _lines(outcome: Outcome) -> list[str]:
     counts += ', computed before'
   elif outcome.seconds:
     rate = format_number(outcome.num_new / outcome.seconds)
-    counts += '' if outcome.num_new == outcome.num_examples else f', the last {outcome.num_new:,}'
+    if outcome.num_new != outcome.num_examples:
+      counts += f', the last {outcome.num_new:,}'
     counts += f' in {format_duration(outcome.seconds)} ({rate} examples/s)'
   if outcome.num_merged is None:
     total = counts
@@ -86,20 +88,20 @@ def _lines(outcome: Outcome) -> list[str]:
     )
   rows = _first_results(outcome.first_file)
   if any(rows):
-    columns = [
-      name
-      for name in ('prediction', 'score', 'targets', 'inputs')
-      if any(name in row for row in rows)
-    ]
-    table = [tuple(columns)] + [
-      tuple(format_cell(row.get(name, '')) for name in columns) for row in rows
-    ]
-    lines += ['', 'First results:', *(f'  {line}' for line in format_table(table).splitlines())]
+    known = set().union(*rows)
+    columns = [name for name in ('prediction', 'score', 'targets', 'inputs') if name in known]
+    table = [tuple(columns)]
+    for row in rows:
+      table.append(tuple(format_cell(row.get(name, '')) for name in columns))
+    lines += ['', 'First results:', textwrap.indent(format_table(table), '  ')]
   return lines
 
 
 def _count(number: int, what: str) -> str:
-  return f'{number:,} {what}' + ('' if number == 1 else 's')
+  text = f'{number:,} {what}'
+  if number != 1:
+    text += 's'
+  return text
 
 
 def _verb(number: int) -> str:

@@ -58,8 +58,10 @@ class ShardStore:
       json.dumps({'version': _VERSION, 'batch_size': batch_size, **identity})
     )
     self._batch_size = batch_size
+    self._run: dict[str, Any] = {}
     run = paths_lib.read_json(paths.shard_folder / paths_lib.RUN_FILE)
-    self._run: dict[str, Any] = run if run is not None and 'identity' in run else {}
+    if run is not None and 'identity' in run:
+      self._run = run
     self._check_identities()
     self._check_files()
     if self._run and not self.is_complete:
@@ -71,16 +73,17 @@ class ShardStore:
     """Raise if the settings differ from those of existing results of this shard or of others."""
     # Also with another number of shards, which may have been merged into the same file.
     runs = sorted(self.paths.run_folder.glob(f'shard-?????-of-?????/{paths_lib.RUN_FILE}'))
-    for paths in sorted(
-      [self.paths.of_run(path.parent) for path in runs], key=lambda paths: paths != self.paths
-    ):
+    shards = [self.paths.of_run(path.parent) for path in runs]
+    for paths in sorted(shards, key=lambda paths: paths != self.paths):
       run = paths_lib.read_json(paths.shard_folder / paths_lib.RUN_FILE) or {}
-      differences = paths_lib.differences(run.get('identity', self._identity), self._identity)
+      identity = run.get('identity', self._identity)
+      differences = paths_lib.differences(identity, self._identity)
       if differences:
+        state = 'has' if run.get('result') else 'is being computed with'
         raise ConfigError(
-          f'{paths.result} {"has" if run.get("result") else "is being computed with"} other settings '
-          f'({"; ".join(differences)}). Restore the former settings, choose another output (INFER_OUTPUT_DIR or '
-          f'--output), or delete {paths.run_folder} and the results.'
+          f'{paths.result} {state} other settings ({"; ".join(differences)}). Restore the former '
+          'settings, choose another output (INFER_OUTPUT_DIR or --output), or delete '
+          f'{paths.run_folder} and the results.'
         )
 
   def _check_files(self) -> None:
@@ -321,4 +324,7 @@ def num_shard_examples(num_examples: int, batch_size: int, shard_id: int, num_sh
   num_batches = -(-num_examples // batch_size)
   num_own_batches = len(range(shard_id, num_batches, num_shards))
   has_last = num_batches > 0 and (num_batches - 1) % num_shards == shard_id
-  return num_own_batches * batch_size - (num_batches * batch_size - num_examples if has_last else 0)
+  num_own_examples = num_own_batches * batch_size
+  if has_last:
+    num_own_examples -= num_batches * batch_size - num_examples
+  return num_own_examples

@@ -95,16 +95,14 @@ def launch(
           start_new_session=True,
         )
       )
-    copies = [
-      _copy(index, source, target)
-      for index, process in enumerate(processes)
-      for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
-    ]
+    copies = []
+    for index, process in enumerate(processes):
+      copies.append(_copy(index, process.stdout, sys.stdout))
+      copies.append(_copy(index, process.stderr, sys.stderr))
     status = _wait(processes)
-    for process in (
-      processes if status else ()
-    ):  # The children of a script that failed may still run.
-      _send_to_group(process, signal.SIGKILL)
+    if status:  # The children of a script that failed may still run.
+      for process in processes:
+        _send_to_group(process, signal.SIGKILL)
     deadline = time.monotonic() + _END_SECONDS  # A child may keep the pipes open.
     for copy in copies:
       copy.join(max(deadline - time.monotonic(), 0))
@@ -199,7 +197,9 @@ def _copy(index: int, source: BinaryIO, target) -> threading.Thread:
       for line in source:
         if line.startswith(_NOISE):
           continue
-        text = (b'' if line.startswith(prefix) else prefix) + line.removesuffix(b'\n') + b'\n'
+        text = line.removesuffix(b'\n') + b'\n'
+        if not text.startswith(prefix):
+          text = prefix + text
         with contextlib.suppress(OSError):  # the reader is gone; the processes continue
           if descriptor is None:
             target.write(text.decode(errors='replace'))

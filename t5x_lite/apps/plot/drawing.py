@@ -8,10 +8,12 @@ import textwrap
 from typing import Any
 
 from t5x_lite.apps.common import figures
+from t5x_lite.formatting import capitalized
 from t5x_lite.formatting import format_cell
 
 # Writer to metric to (step, value) points.
-RunPoints = Mapping[str, Mapping[str, Sequence[tuple[int, float]]]]
+Points = Sequence[tuple[int, float]]
+RunPoints = Mapping[str, Mapping[str, Points]]
 
 # Maximum number of entries of a legend. If there are more lines, the last entry counts the others, which are gray.
 _MAX_LEGEND = 6
@@ -78,11 +80,11 @@ def draw(
   """
   from matplotlib.figure import Figure  # not pyplot: no display, no global state
 
-  sections = [
-    section
-    for kinds in (('train',), ('training_eval', 'inference_eval'))
-    if (section := _panels(runs, metrics, kinds, loss_unit))
-  ]
+  sections = []
+  for kinds in (('train',), ('training_eval', 'inference_eval')):
+    section = _panels(runs, metrics, kinds, loss_unit)
+    if section:
+      sections.append(section)
   styles = [_line_styles(section, list(runs)) for section in sections]
   header_legend = _shared_legend(styles, len(runs))
   sizes = [len(section) for section in sections]
@@ -90,18 +92,19 @@ def draw(
   is_one_row = sum(sizes) <= _MAX_COLUMNS and header_legend is not None
   if is_one_row:
     columns = sum(sizes)
+    columns_of = sizes
   else:
     columns = min(_MAX_COLUMNS, max(sizes))
-  rows = [1 if is_one_row else math.ceil(size / columns) for size in sizes]
+    columns_of = [columns] * len(sizes)
+  rows = [math.ceil(size / columns) for size in sizes]
+  num_rows = 1 if is_one_row else sum(rows)
   width = _PANEL_WIDTHS[columns] * columns
-  title = textwrap.wrap(
-    _shorten(next(iter(runs))) if len(runs) == 1 else f'Comparison of {len(runs)} runs',
-    int(8 * width),
-  )
-  heights = [
-    0.1 + 0.22 * (len(title) + _legend_shape(header_legend or (), width)[0]),
-    _PANEL_HEIGHT * (1 if is_one_row else sum(rows)),
-  ]
+  title = f'Comparison of {len(runs)} runs'
+  if len(runs) == 1:
+    title = _shorten(next(iter(runs)))
+  title = textwrap.wrap(title, int(8 * width))
+  num_lines = len(title) + _legend_shape(header_legend or (), width)[0]
+  heights = [0.1 + 0.22 * num_lines, _PANEL_HEIGHT * num_rows]
   figure = Figure(figsize=(width, sum(heights)), layout='constrained')
   layout: Any = figure.get_layout_engine()
   layout.set(w_pad=0.1, h_pad=0.06)
@@ -130,8 +133,9 @@ def draw(
   else:
     parts = body.subfigures(len(sections), 1, squeeze=False, height_ratios=rows)
   drawn = []
-  for part, section, style, num_rows in zip(parts.flat, sections, styles, rows, strict=True):
-    all_axes = part.subplots(num_rows, len(section) if is_one_row else columns, squeeze=False).flat
+  shapes = zip(rows, columns_of, strict=True)
+  for part, section, style, shape in zip(parts.flat, sections, styles, shapes, strict=True):
+    all_axes = part.subplots(*shape, squeeze=False).flat
     for axes, panel in itertools.zip_longest(all_axes, section):
       if panel is None:
         axes.set_axis_off()
@@ -151,16 +155,16 @@ def _panels(
   """Return the panels of the metrics that writers of these kinds have recorded."""
   panels = []
   for kind, metric in itertools.product(kinds, metrics):
-    lines = [
-      Line(run=run, task=writer.partition('/')[2], points=points[metric])
-      for run, writers in runs.items()
-      for writer, points in writers.items()
-      if writer.split('/')[0] == kind and metric in points
-    ]
+    lines = []
+    for run, writers in runs.items():
+      for writer, points in writers.items():
+        writer_kind, _, task = writer.partition('/')
+        if writer_kind == kind and metric in points:
+          lines.append(Line(run=run, task=task, points=points[metric]))
     if lines:
-      panels.append(
-        Panel(metric=metric, title=_title(metric, kind), unit=_unit(metric, loss_unit), lines=lines)
-      )
+      title = _title(metric, kind)
+      unit = _unit(metric, loss_unit)
+      panels.append(Panel(metric=metric, title=title, unit=unit, lines=lines))
   return panels
 
 
@@ -175,18 +179,22 @@ def _title(metric: str, kind: str) -> str:
   if kind == 'training_eval':
     return f'Evaluation {words}'
   if kind == 'inference_eval':
-    return f'{words[:1].upper()}{words[1:]} (inference)'
+    return f'{capitalized(words)} (inference)'
   is_also_evaluated = metric == 'accuracy' or 'loss' in metric
   if is_also_evaluated:
     return f'Training {words}'
-  return words[:1].upper() + words[1:]
+  return capitalized(words)
 
 
 def _unit(metric: str, loss_unit: str) -> str:
   """Return the label of the y axis; '' if the unit is unknown. The loss may include auxiliary losses."""
   if metric in ('loss', 'cross_ent_loss'):
     return f'{metric.replace("cross_ent_loss", "cross-entropy")} ({loss_unit})'
-  return _UNITS.get(metric, 'per second' if metric.endswith('_per_second') else '')
+  if metric in _UNITS:
+    return _UNITS[metric]
+  if metric.endswith('_per_second'):
+    return 'per second'
+  return ''
 
 
 def _line_styles(
@@ -196,40 +204,32 @@ def _line_styles(
 
   Each run has one colour. The tasks of a single run differ by colour, and the first colour remains for training.
   """
-  keys = list(
-    dict.fromkeys(
-      (line.run, line.task)
-      for run in runs
-      for panel in section
-      for line in panel.lines
-      if line.run == run
-    )
-  )
+  lines = itertools.chain.from_iterable(panel.lines for panel in section)
+  keys = list(dict.fromkeys((line.run, line.task) for line in lines))
+  keys.sort(key=lambda key: runs.index(key[0]))
   tasks = sorted({task for _, task in keys})
-  if len(keys) <= _MAX_LEGEND:
-    num_named = len(keys)
-  else:
+  num_named = len(keys)
+  if num_named > _MAX_LEGEND:
     num_named = _MAX_LEGEND - 1
+  has_runs = len(runs) > 1
+  has_tasks = len(tasks) > 1
   styles = {}
   for number, (run, task) in enumerate(keys):
-    names = [
-      _shorten(name) for name, many in ((run, len(runs) > 1), (task, len(tasks) > 1)) if many
-    ]
-    if len(runs) > 1:
-      index = runs.index(run)
-    else:
-      index = tasks.index(task) + (len(tasks) > 1)
-    if number < num_named:
-      color = figures.COLORS[index % len(figures.COLORS)]
-    else:
-      color = _OTHER_COLOR
-    if len(runs) > 1:
+    names = []
+    marker = 'o'
+    index = tasks.index(task) + has_tasks
+    if has_runs:
+      names.append(_shorten(run))
       marker = _MARKERS[tasks.index(task) % len(_MARKERS)]
-    else:
-      marker = 'o'
-    styles[run, task] = _LineStyle(
-      label=': '.join(names) if number < num_named else '', color=color, marker=marker
-    )
+      index = runs.index(run)
+    if has_tasks:
+      names.append(_shorten(task))
+    label = ''
+    color = _OTHER_COLOR
+    if number < num_named:
+      label = ': '.join(names)
+      color = figures.COLORS[index % len(figures.COLORS)]
+    styles[run, task] = _LineStyle(label=label, color=color, marker=marker)
   return styles
 
 
@@ -251,16 +251,20 @@ def _shared_legend(
 
 def _shorten(name: str) -> str:
   """Return a name on one line; the middle of a long one is omitted, because names often differ at the end."""
-  return format_cell(
-    name if len(name) <= _MAX_NAME else f'{name[: _MAX_NAME // 2]}…{name[-_MAX_NAME // 2 + 1 :]}'
-  )
+  if len(name) > _MAX_NAME:
+    beginning = name[: _MAX_NAME // 2]
+    end = name[-_MAX_NAME // 2 + 1 :]
+    name = f'{beginning}…{end}'
+  return format_cell(name)
 
 
 def _draw_lines(axes: Any, panel: Panel, styles: Mapping[tuple[str, str], _LineStyle]) -> None:
   # Lines that the legend names are in front.
-  for line in sorted(
-    panel.lines, key=lambda line: styles[line.run, line.task].color != _OTHER_COLOR
-  ):
+
+  def is_named(line: Line) -> bool:
+    return styles[line.run, line.task].color != _OTHER_COLOR
+
+  for line in sorted(panel.lines, key=is_named):
     style = styles[line.run, line.task]
     steps, values = zip(*line.points, strict=True)
     finite = [value if math.isfinite(value) else math.nan for value in values]
@@ -278,7 +282,10 @@ def _draw_lines(axes: Any, panel: Panel, styles: Mapping[tuple[str, str], _LineS
 
 def _set_steps(drawn: Sequence[tuple[Any, Panel]], label: str) -> None:
   """Set the axes of steps, which have the same limits in all panels."""
-  steps = [step for _, panel in drawn for line in panel.lines for step, _ in line.points]
+  steps = []
+  for _, panel in drawn:
+    for line in panel.lines:
+      steps += [step for step, _ in line.points]
   low = min(0, *steps)
   high = max(0, *steps)
   margin = 0.03 * (high - low) or 1.0
@@ -311,16 +318,12 @@ def _set_scale(axes: Any, panel: Panel) -> list[str]:
   """Set the axis of values; return notes for the reader, in lines: the task, the range of the axis, missing values."""
   values = [value for line in panel.lines for _, value in line.points]
   finite = [value for value in values if math.isfinite(value)]
-  if (
-    panel.metric.endswith('loss')
-    and finite
-    and min(finite) > 0
-    and max(finite) >= _LOGARITHMIC * min(finite)
-  ):
+  low = min(finite, default=0.0)
+  high = max(finite, default=0.0)
+  if panel.metric.endswith('loss') and low > 0 and high >= _LOGARITHMIC * low:
     scale = _set_logarithmic(axes)
   else:
     scale = figures.set_linear_limits(axes, finite)
-  missing = f'{len(values) - len(finite)} of {len(values)} values are NaN or infinite'
   axes.set_ylabel(panel.unit)
   axes.grid(bool(finite))
   if not finite:
@@ -334,9 +337,14 @@ def _set_scale(axes: Any, panel: Panel) -> list[str]:
       va='center',
       color=figures.MUTED,
     )
+  notes = []
   tasks = {line.task for line in panel.lines}
-  task = _shorten(next(iter(tasks))) if len(tasks) == 1 else ''
-  notes = [task, scale, missing if 0 < len(finite) < len(values) else '']
+  if len(tasks) == 1:
+    notes.append(_shorten(tasks.pop()))
+  notes.append(scale)
+  num_missing = len(values) - len(finite)
+  if finite and num_missing:
+    notes.append(f'{num_missing} of {len(values)} values are NaN or infinite')
   return textwrap.wrap(' · '.join(filter(None, notes)), _NOTE_LENGTH)
 
 
@@ -355,18 +363,21 @@ def _marked(values: Sequence[float]) -> list[int]:
   """Return the indices of points with a marker: all of a few points, otherwise those without a neighbour."""
   is_finite = [False, *map(math.isfinite, values), False]
   few = sum(is_finite) <= _MAX_MARKED
-  return [
-    k
-    for k in range(len(values))
-    if is_finite[k + 1] and (few or not (is_finite[k] or is_finite[k + 2]))
-  ]
+  marked = []
+  for k in range(len(values)):
+    has_neighbour = is_finite[k] or is_finite[k + 2]
+    if is_finite[k + 1] and (few or not has_neighbour):
+      marked.append(k)
+  return marked
 
 
 def _legend_shape(styles: Sequence[_LineStyle], width: float) -> tuple[int, int]:
   """Return (rows, columns) of the legend of lines in `width` inches."""
   entries = min(len(styles), _MAX_LEGEND)
   longest = max((len(style.label) for style in styles), default=0)
-  columns = max(1, min(entries, int(width / (0.09 * max(longest, len('and 100 more')) + 0.5))))
+  # Inches of an entry: its text, and its line.
+  entry_width = 0.09 * max(longest, len('and 100 more')) + 0.5
+  columns = max(1, min(entries, int(width / entry_width)))
   return math.ceil(entries / columns), columns
 
 
@@ -376,18 +387,20 @@ def _add_legend(figure: Any, styles: Sequence[_LineStyle], width: float, **place
 
   several_markers = len({style.marker for style in styles}) > 1
   named = [style for style in styles if style.label]
-  handles = [
-    Line2D(
-      [],
-      [],
-      color=style.color,
-      linewidth=2,
-      label=style.label,
-      markersize=5,
-      marker=style.marker if several_markers else '',
+  handles = []
+  for style in named:
+    marker = style.marker if several_markers else ''
+    handles.append(
+      Line2D(
+        [],
+        [],
+        color=style.color,
+        linewidth=2,
+        label=style.label,
+        markersize=5,
+        marker=marker,
+      )
     )
-    for style in named
-  ]
   if len(named) < len(styles):
     handles.append(
       Line2D([], [], color=_OTHER_COLOR, linewidth=2, label=f'and {len(styles) - len(named)} more')

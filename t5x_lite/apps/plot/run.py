@@ -15,6 +15,8 @@ from t5x_lite.errors import CheckpointDamagedError, ConfigError, DataError, did_
 _logger = logging.getLogger(__name__)
 
 # Drawn by default, together with the metrics of inference.
+# Writer to metric to (step, value).
+_Points = dict[str, dict[str, list[tuple[int, float]]]]
 _DEFAULT_METRICS = ('loss', 'accuracy', 'learning_rate')
 _INFERENCE = 'inference_eval/'
 _BOOKKEEPING = ('step', 'wall_time')
@@ -54,11 +56,15 @@ def plot(
       step of the run.
   """
   folders = dict(zip(_run_names(model_dirs), model_dirs, strict=True))
-  runs = {
-    name: read_run(folder, _first_step(folder) if from_start else 0)
-    for name, folder in folders.items()
-  }
-  known = sorted({name for run in runs.values() for points in run.values() for name in points})
+  runs = {}
+  known = set()
+  for name, folder in folders.items():
+    first_step = 0
+    if from_start:
+      first_step = _first_step(folder)
+    runs[name] = read_run(folder, first_step)
+    known |= set().union(*runs[name].values())
+  known = sorted(known)
   for name in metrics or ():
     if name not in known:
       raise DataError(
@@ -109,15 +115,14 @@ def _loss_unit(model_dirs: Sequence[str | os.PathLike[str]]) -> str:
       text = path.read_text(encoding='utf-8', errors='replace')
     else:
       text = ''
-    values = {
-      re.sub(r'^%', '', value)
-      for value in re.findall(r'\.loss_normalizing_factor = (?:\\\s+)?(\S+)', text)
-    }
+    values = re.findall(r'\.loss_normalizing_factor = (?:\\\s+)?(\S+)', text)
     macros = dict(re.findall(r'^(\w+) = (\S+)', text, re.MULTILINE))
-    units |= {
-      _LOSS_UNITS.get(macros.get(value, value).strip('\'"').upper().replace('NONE', 'None'), 'nats')
-      for value in values
-    } or {'nats'}
+    if not values:
+      units.add('nats')
+    for value in values:
+      value = value.removeprefix('%')
+      value = macros.get(value, value).strip('\'"').upper().replace('NONE', 'None')
+      units.add(_LOSS_UNITS.get(value, 'nats'))
   if len(units) == 1:
     return units.pop()
   return 'nats'
@@ -140,37 +145,31 @@ def _first_step(model_dir: str | os.PathLike[str]) -> int:
   )
 
 
-def read_run(
-  model_dir: str | os.PathLike[str], first_step: int = 0
-) -> dict[str, dict[str, list[tuple[int, float]]]]:
+def read_run(model_dir: str | os.PathLike[str], first_step: int = 0) -> _Points:
   """Return writer to metric to (step, value) points, steps counted from `first_step`.
 
   Raises:
     DataError: the directory has no metrics.
   """
-  found: dict[str, dict[str, list[tuple[int, float]]]] = {}
+  found: _Points = {}
   for writer, path in summaries.metrics_files(model_dir).items():
     for row in summaries.read_metrics(path):
+      step = row['step'] - first_step
       for name, value in row.items():
         if name not in _BOOKKEEPING:
-          found.setdefault(writer, {}).setdefault(name, []).append(
-            (row['step'] - first_step, value)
-          )
+          points = found.setdefault(writer, {}).setdefault(name, [])
+          points.append((step, value))
   if not found:
     raise DataError(summaries.no_metrics_message(model_dir))
   return found
 
 
 def _default_metrics(runs: Mapping[str, drawing.RunPoints], known: Sequence[str]) -> list[str]:
-  inferred = {
-    name
-    for run in runs.values()
-    for writer, points in run.items()
-    if writer.startswith(_INFERENCE)
-    for name in points
-    if not name.startswith('timing/')
-  }
-  chosen = [name for name in _DEFAULT_METRICS if name in known] + sorted(
-    inferred - set(_DEFAULT_METRICS)
-  )
+  inferred = set()
+  for run in runs.values():
+    for writer, points in run.items():
+      if writer.startswith(_INFERENCE):
+        inferred |= {name for name in points if not name.startswith('timing/')}
+  chosen = [name for name in _DEFAULT_METRICS if name in known]
+  chosen += sorted(inferred - set(_DEFAULT_METRICS))
   return chosen or list(known[:4])

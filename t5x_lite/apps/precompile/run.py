@@ -182,18 +182,15 @@ def precompile(
       ),
     )
     for names, metric_fns, eval_spec in run_data.eval_programs:
-      compile_program(
-        f'evaluation step ({", ".join(names)})',
-        lambda fns=metric_fns, spec=eval_spec: trainer.eval_steps.make(fns).lower(
-          trainer.step_state, spec
-        ),
-      )
+      lower_eval = trainer.eval_steps.make(metric_fns).lower
+      lower_fn = functools.partial(lower_eval, trainer.step_state, eval_spec)
+      compile_program(f'evaluation step ({", ".join(names)})', lower_fn)
     for each in run_data.evaluations:
       if each.evaluator is not None:
         for name, lower_fn in each.evaluator.programs(state_shape, state_axes).items():
-          compile_program(
-            name if each.name == evaluation.INFERENCE_EVAL else f'{each.name}: {name}', lower_fn
-          )
+          if each.name != evaluation.INFERENCE_EVAL:
+            name = f'{each.name}: {name}'
+          compile_program(name, lower_fn)
   return programs
 
 
@@ -217,10 +214,15 @@ def _compile(
       folder.mkdir(parents=True, exist_ok=True)
       files.write(path, text, durable=False)
       hlo_files.append(str(path))
+  cache = 'none'
+  if counts.misses:
+    cache = 'written'
+  elif counts.hits:
+    cache = 'found'
   return CompiledProgram(
     name=name,
     seconds=seconds,
-    cache='written' if counts.misses else 'found' if counts.hits else 'none',
+    cache=cache,
     flops=max(0.0, cost.get('flops', 0.0)),
     argument_bytes=memory.argument_size_in_bytes,
     output_bytes=memory.output_size_in_bytes,

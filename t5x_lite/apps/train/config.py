@@ -86,6 +86,14 @@ class TrainConfig(RunConfig):
     super().__post_init__()
     has_infer_eval = self.infer_eval_dataset_cfg is not None
     has_eval = has_infer_eval or self.train_eval_dataset_cfg is not None
+    use_orbax = checks.instance(bool, 'True or False')
+    if self.checkpoint_cfg.save is not None:
+      use_orbax = _ONLY_ORBAX
+    infer_eval_period = _PERIOD
+    if not has_infer_eval:
+      infer_eval_period = checks.Expectation(
+        'unset without `infer_eval_dataset_cfg`', lambda period: not period
+      )
     checks.check(
       'train',
       vars(self),
@@ -93,12 +101,8 @@ class TrainConfig(RunConfig):
       total_steps=_steps(0),
       stats_period=_PERIOD,
       eval_period=checks.number(at_least=0, integer=True).or_none(),
-      use_orbax=_ONLY_ORBAX
-      if (self.checkpoint_cfg.save is not None)
-      else checks.instance(bool, 'True or False'),
-      infer_eval_period=_PERIOD
-      if has_infer_eval
-      else checks.Expectation('unset without `infer_eval_dataset_cfg`', lambda period: not period),
+      use_orbax=use_orbax,
+      infer_eval_period=infer_eval_period,
       run_eval_before_training=checks.Expectation(
         'unset without `train_eval_dataset_cfg` or `infer_eval_dataset_cfg`',
         lambda run: has_eval or not run,
@@ -108,11 +112,10 @@ class TrainConfig(RunConfig):
       event_fns=_EVENT_FNS,
       max_store_seconds=checks.number(above=0),
     )
-    object.__setattr__(
-      self,
-      'event_hooks',
-      (self.event_fns,) if callable(self.event_fns) else tuple(self.event_fns or ()),
-    )
+    event_hooks = self.event_fns or ()
+    if callable(event_hooks):
+      event_hooks = (event_hooks,)
+    object.__setattr__(self, 'event_hooks', tuple(event_hooks))
     object.__setattr__(self, 'actions_by_mode', actions_lib.resolve_actions(self.actions))
 
   @property
@@ -170,13 +173,14 @@ class TrainConfig(RunConfig):
       pause_steps: additional steps at which to pause.
     """
     save_cfg = self.checkpoint_cfg.save
+    save: plan_lib.Times = When()
+    if save_cfg is not None:
+      save = plan_lib.SaveTimes(checkpoints.save_policies_from_config(save_cfg))
     return plan_lib.plan_steps(
       first_step,
       last_step,
       evaluations=self.whens,
-      save=When()
-      if save_cfg is None
-      else plan_lib.SaveTimes(checkpoints.save_policies_from_config(save_cfg)),
+      save=save,
       collect_garbage=When(period=self.gc_period),
       pause=When(period=self.summary_period, steps=pause_steps),
     )

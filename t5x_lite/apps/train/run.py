@@ -509,9 +509,9 @@ def _find_end(
   ):
     return last_step, due
   is_known = 'data_ended_at' in facts and facts['data_ended_at'] == facts['batch_number']
-  return start.step, due if is_known else tuple(
-    name for name, when in whens.items() if name in due or when.at_end
-  )
+  if not is_known:
+    due = tuple(name for name, when in whens.items() if name in due or when.at_end)
+  return start.step, due
 
 
 def _begin_files(
@@ -535,9 +535,8 @@ def _begin_files(
     state_shape: shapes of the state.
     redo_evaluation: whether the evaluations at the starting point are repeated.
   """
-  summaries.discard_after(
-    cfg.model_dir, start.step if start.resumes else -1, redo_evaluation=redo_evaluation
-  )
+  last_step = start.step if start.resumes else -1
+  summaries.discard_after(cfg.model_dir, last_step, redo_evaluation=redo_evaluation)
   partitioning.write_model_info(
     os.path.join(cfg.model_dir, 'model-info.txt'), state_shape, cfg.partitioner
   )

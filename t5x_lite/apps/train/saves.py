@@ -85,14 +85,11 @@ class TrainSaves:
       checkpoints.EveryNSteps,
       checkpoints.AtSteps,
     )
-    if all(isinstance(p, ours) for p in self._cfg.policies):
-      self._needed = [
-        p.metric_name for p in self._cfg.policies if isinstance(p, checkpoints.WhenBest)
-      ]
-    else:
-      self._needed = None
     # Policies that look for a new best value; the best values are facts of the run.
     self._best_policies = [p for p in self._cfg.policies if isinstance(p, checkpoints.WhenBest)]
+    self._needed = None
+    if all(isinstance(p, ours) for p in self._cfg.policies):
+      self._needed = [p.metric_name for p in self._best_policies]
 
   def reasons(self, step: int, evaluation_due: Sequence[str] = ()) -> list[str]:
     """Return the names of the policies that ask for a checkpoint of `step`; all processes must call this together.
@@ -103,13 +100,22 @@ class TrainSaves:
     """
     if not self._cfg.policies:
       return list(map(_name, self._policy.due(step)))
+
+    def metrics() -> dict[str, float]:
+      if evaluation_due:
+        return {}
+      return self._evaluations.numbers(step, self._needed)
+
     point = checkpoints.SavePoint(
-      metrics_fn=lambda: {} if evaluation_due else self._evaluations.numbers(step, self._needed),
+      metrics_fn=metrics,
       best=self._best,
       seconds_since_save=time.monotonic() - self._saved_at,
     )
     reasons = list(map(_name, self._due(step, point)))
-    self._update_best(point.metrics if self._best_policies else {})
+    best_metrics = {}
+    if self._best_policies:
+      best_metrics = point.metrics
+    self._update_best(best_metrics)
     return reasons
 
   def _due(self, step: int, point: checkpoints.SavePoint) -> list[checkpoints.SavePolicy]:
@@ -120,9 +126,8 @@ class TrainSaves:
     requested = [isinstance(policy, checkpoints.OnRequest) for policy in policies]
     decided = multihost.broadcast_from_lead(mine)
     if any(requested):
-      decided = decided | np.array(requested) & multihost.any_process(
-        bool((mine & np.array(requested)).any())
-      )
+      is_requested_here = bool((mine & np.array(requested)).any())
+      decided = decided | np.array(requested) & multihost.any_process(is_requested_here)
     return [policy for policy, is_due in zip(policies, decided, strict=True) if is_due]
 
   def record_metrics(self, step: int) -> None:
@@ -174,20 +179,17 @@ class TrainSaves:
       if name.startswith(f'{TRAINING_EVAL}/') and name.endswith('/loss')
     ]
     # Evaluation parameters may be an average, which does not show that the parameters are finite.
-    is_sound = (
-      is_last
-      and bool(losses)
-      and all(map(math.isfinite, losses))
-      and (not trainer.train_state.evaluates_other_params)
-    )
-    step, name = trainer.step, os.path.basename(self._manager.checkpoint_path(trainer.step))
+    is_sound = False
+    if is_last and losses and all(map(math.isfinite, losses)):
+      is_sound = not trainer.train_state.evaluates_other_params
+    step = trainer.step
+    name = os.path.basename(self._manager.checkpoint_path(step))
     self._events.emit('save_begun', checkpoint=step)
 
     def on_commit() -> None:
       self._events.emit('save_committed', checkpoint=step)
-      self._committed = (
-        f'step {step:,}  Saved {name} in {time.monotonic() - start:.1f} s: {", ".join(reasons)}.'
-      )
+      seconds = time.monotonic() - start
+      self._committed = f'step {step:,}  Saved {name} in {seconds:.1f} s: {", ".join(reasons)}.'
 
     try:
       self._is_writing = self._manager.save(

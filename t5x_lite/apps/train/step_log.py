@@ -104,10 +104,10 @@ class StepLog:
         self._num_batches += 1
         before = self._shapes
         self._shapes = tree_utils.shapes_key(batch)
-        if self._shapes == before:
-          text = 'the same shapes'
-        else:
-          text = '  '.join(f'{name} {dtype}{list(shape)}' for name, shape, dtype in self._shapes)
+        text = 'the same shapes'
+        if self._shapes != before:
+          arrays = [f'{name} {dtype}{list(shape)}' for name, shape, dtype in self._shapes]
+          text = '  '.join(arrays)
         self._progress.log(f'Batch {self._num_batches}: {text}')
       yield batch
 
@@ -155,19 +155,16 @@ def _describe(metrics: Mapping[str, Any]) -> str:
   }
   values = summaries.compute_values(jax.device_get(chosen), num_steps=1)
   text = report.format_metrics(values)
-  parts = {
-    name: float(value.value)
-    for name, value in values.items()
-    if name.endswith('_loss') and name.count('/') < 2
-  }
-  parts = {name: value for name, value in parts.items() if value}
+  parts = {}
+  for name, value in values.items():
+    if name.endswith('_loss') and name.count('/') < 2:
+      number = float(value.value)
+      if number:
+        parts[name] = number
   if len(parts) < 2:
     return text
-  return '  '.join(
-    [
-      text,
-      *(
-        f'{name} {format_number(value)}' for name, value in parts.items() if f'{name} ' not in text
-      ),
-    ]
-  )
+  shown = [text]
+  for name, number in parts.items():
+    if f'{name} ' not in text:
+      shown.append(f'{name} {format_number(number)}')
+  return '  '.join(shown)

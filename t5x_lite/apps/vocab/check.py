@@ -75,6 +75,9 @@ def check_vocabulary(
     if back != folded and difference is None:
       difference = (folded, back)
   percentiles = np.percentile(lengths, _PERCENTILES, method='inverted_cdf').astype(int)
+  num_longer = 0
+  if max_length is not None:
+    num_longer = sum(length > max_length for length in lengths)
   return Coverage(
     num_texts=len(texts),
     num_words=sum(len(text.split()) for text in texts),
@@ -84,7 +87,7 @@ def check_vocabulary(
     num_bytes=counts['bytes'],
     length_percentiles=dict(zip(_PERCENTILES, percentiles.tolist(), strict=True)),
     max_length=max_length,
-    num_longer=0 if max_length is None else sum(length > max_length for length in lengths),
+    num_longer=num_longer,
     num_round_trips=round_trips,
     first_difference=difference,
   )
@@ -114,6 +117,11 @@ def describe_coverage(title: str, coverage: Mapping[str, Coverage]) -> str:
   ]
   notes = []
   for feature, c in coverage.items():
+    max_length = '-'
+    share_longer = '-'
+    if c.max_length is not None:
+      max_length = f'{c.max_length:,}'
+      share_longer = _share(c.num_longer, c.num_texts)
     rows.append(
       (
         feature,
@@ -123,13 +131,14 @@ def describe_coverage(title: str, coverage: Mapping[str, Coverage]) -> str:
         f'{c.num_tokens / max(c.num_words, 1):.2f}',
         f'{c.num_characters / max(c.num_tokens, 1):.2f}',
         *(f'{c.length_percentiles[p]:,}' for p in _PERCENTILES),
-        '-' if c.max_length is None else f'{c.max_length:,}',
-        '-' if c.max_length is None else _share(c.num_longer, c.num_texts),
+        max_length,
+        share_longer,
         _share(c.num_round_trips, c.num_texts),
       )
     )
     if c.first_difference is not None:
-      text, back = (short_repr(each, limit=80) for each in _around_difference(*c.first_difference))
+      texts = _around_difference(*c.first_difference)
+      text, back = (short_repr(each, limit=80) for each in texts)
       notes.append(
         f'{feature}: the first text that differs after encoding and decoding:\n  {text}\n  {back}'
       )

@@ -37,10 +37,9 @@ def chain_of(
     is_resuming: whether the checkpoint is the run's own, which is neither renamed nor changed by builders.
   """
   rules = () if is_resuming else tuple(cfg.assignment_map or ())
-  if path is None:
-    chain = []
-  else:
-    chain = [reading.Restore(os.fspath(path), rules)]
+  chain: list[base.StateBuilder] = []
+  if path is not None:
+    chain.append(reading.Restore(os.fspath(path), rules))
   if _uses_average(path, cfg) and not is_resuming:
     chain.append(changing.ParamAverage())
   chain += [
@@ -70,15 +69,12 @@ def describe(path: str | None, cfg: options.RestoreOptions) -> str:
 
 def identity(cfg: options.RestoreOptions) -> dict[str, list[str]]:
   """Return what the builders of `cfg` add to the identity of results, as JSON values; {} without builders."""
-  if cfg.use_param_average is None:
-    average = {}
-  else:
-    average = {'use_param_average': cfg.use_param_average}
-  return average | (
-    {'builders': [f'{builder!r}: {builder.description}' for builder in cfg.builders]}
-    if cfg.builders
-    else {}
-  )
+  added = {}
+  if cfg.use_param_average is not None:
+    added['use_param_average'] = cfg.use_param_average
+  if cfg.builders:
+    added['builders'] = [f'{builder!r}: {builder.description}' for builder in cfg.builders]
+  return added
 
 
 def _uses_average(path: str | os.PathLike[str] | None, cfg: options.RestoreOptions) -> bool:

@@ -64,9 +64,8 @@ class ConvertLayout(base.StateBuilder):
     """See `StateBuilder.build`."""
     network = self.network or target.network
     if network is None:
-      stored_layout = None
-    else:
-      stored_layout = sources.layout_of(state.arrays)
+      return state
+    stored_layout = sources.layout_of(state.arrays)
     if stored_layout is None or stored_layout == network.param_layout:
       return state
     if target.has_values:

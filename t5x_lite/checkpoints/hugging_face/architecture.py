@@ -65,17 +65,20 @@ class Architecture:
 
   def __post_init__(self):
     sparse_layers = self.sparse_encoder_layers + self.sparse_decoder_layers
-    problems = {
-      f'mlp_activations={self.mlp_activations!r}, only with one activation of transformers, or one and linear': not config_json.is_expressible(
-        self.mlp_activations
-      ),
-      f'mlp_activations={self.mlp_activations!r} and {self.num_experts} experts: Switch Transformers are not gated': self.num_experts
-      and len(self.mlp_activations) != 1,
-      f'sparse layers {sparse_layers} and num_experts=0': sparse_layers and not self.num_experts,
-      'tables of relative position biases per layer and experts: Switch Transformers have one table per stack': self.num_experts
-      and self.relpos_per_layer,
-    }
-    for problem in (text for text, applies in problems.items() if applies):
+    activations = f'mlp_activations={self.mlp_activations!r}'
+    problem = ''
+    if not config_json.is_expressible(self.mlp_activations):
+      problem = f'{activations}, only with one activation of transformers, or one and linear'
+    elif self.num_experts and len(self.mlp_activations) != 1:
+      problem = f'{activations} and {self.num_experts} experts: Switch Transformers are not gated'
+    elif sparse_layers and not self.num_experts:
+      problem = f'sparse layers {sparse_layers} and num_experts=0'
+    elif self.num_experts and self.relpos_per_layer:
+      problem = (
+        'tables of relative position biases per layer and experts: Switch Transformers have one table per '
+        'stack'
+      )
+    if problem:
       raise CheckpointError(f'transformers has no T5 with {problem}.')
     T5Config(**self.network_config_kwargs())  # checks the sizes
 

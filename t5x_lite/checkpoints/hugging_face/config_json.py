@@ -123,7 +123,7 @@ def model_type(config: Mapping[str, Any]) -> str:
     found = 't5'  # early versions of transformers do not write the type
   values = {key: config.get(key) for key in _TYPE_EXPECTATIONS} | {'model_type': found}
   checks.check('config.json', values, CheckpointError, **_TYPE_EXPECTATIONS)
-  return found
+  return str(found)
 
 
 def _is_of_transformers_5(config: Mapping[str, Any]) -> bool:
@@ -256,9 +256,10 @@ def _sparse_fields(config: Mapping[str, Any], num_layers: Mapping[str, int]) -> 
   return fields
 
 
-def _number(config: Mapping[str, Any], key: str, default: float | None, **bounds: Any) -> float:
+def _number(config: Mapping[str, Any], key: str, default: float | None, **bounds: Any) -> Any:
   value = config.get(key)
-  value = default if value is None else value
+  if value is None:
+    value = default
   checks.check('config.json', {key: value}, CheckpointError, **{key: checks.number(**bounds)})
   return value
 
@@ -290,13 +291,16 @@ def fields_of_config(config: Mapping[str, Any], has_head: bool | None = None) ->
   if kind != 'switch_transformers':
     values['router_dtype'] = 'float32'  # others have no routers
   checks.check('config.json', values, CheckpointError, **_FIELD_EXPECTATIONS)
-  fields = {ours: _integer(config, theirs) for ours, theirs in _DIMS.items()}
+  fields: dict[str, Any] = {ours: _integer(config, theirs) for ours, theirs in _DIMS.items()}
   fields['num_encoder_layers'] = _integer(config, 'num_layers', at_most=_MAX_LAYERS)
   # transformers reads a missing key of a Switch Transformer as 12, and null as the encoder's number.
-  is_12 = kind == 'switch_transformers' and 'num_decoder_layers' not in config
+  default = fields['num_encoder_layers']
+  if kind == 'switch_transformers' and 'num_decoder_layers' not in config:
+    default = 12
   fields['num_decoder_layers'] = _integer(
-    config, 'num_decoder_layers', 12 if is_12 else fields['num_encoder_layers'], at_most=_MAX_LAYERS
+    config, 'num_decoder_layers', default, at_most=_MAX_LAYERS
   )
+  num_layers = {'encoder': fields['num_encoder_layers'], 'decoder': fields['num_decoder_layers']}
   fields |= {
     'mlp_activations': _activations(config, kind),
     **tied_fields(output_head(config, has_head)),
@@ -306,9 +310,7 @@ def fields_of_config(config: Mapping[str, Any], has_head: bool | None = None) ->
     'layer_norm_epsilon': _LAYER_NORM_EPSILON,
   }
   if kind == 'switch_transformers':
-    fields |= _sparse_fields(
-      config, {'encoder': fields['num_encoder_layers'], 'decoder': fields['num_decoder_layers']}
-    )
+    fields |= _sparse_fields(config, num_layers)
   return fields
 
 

@@ -12,11 +12,30 @@ from t5x_lite.errors import CheckpointError
 class ArchitectureLike(Protocol):
   """Properties of an `architecture.Architecture` by which families differ; see there."""
 
-  vocab_size: int
-  logits_via_embedding: bool
-  scale_tied_logits: bool
-  relpos_per_layer: bool
-  num_experts: int
+  @property
+  def vocab_size(self) -> int:
+    """See `architecture.Architecture`."""
+    ...
+
+  @property
+  def logits_via_embedding(self) -> bool:
+    """See `architecture.Architecture`."""
+    ...
+
+  @property
+  def scale_tied_logits(self) -> bool:
+    """See `architecture.Architecture`."""
+    ...
+
+  @property
+  def relpos_per_layer(self) -> bool:
+    """See `architecture.Architecture`."""
+    ...
+
+  @property
+  def num_experts(self) -> int:
+    """See `architecture.Architecture`."""
+    ...
 
   def num_layers_of(self, stack: str) -> int:
     """Return the number of layers of `stack`."""

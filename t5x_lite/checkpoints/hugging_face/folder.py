@@ -79,7 +79,8 @@ class HuggingFaceFolder:
       self._head = 'embedding' if self._same_tables() else 'own'
     with self._named():
       fields = config_json.fields_of_config(self.config, LM_HEAD in self.tensors.entries)
-      self.architecture = Architecture(**(fields | config_json.tied_fields(self._head)))
+      fields |= config_json.tied_fields(self._head)
+      self.architecture = Architecture(**fields)
     self._check_size()
     self.rules = names.tensor_table(self.architecture)
     self._by_name = {rule.ours: self._located(rule) for rule in self.rules}

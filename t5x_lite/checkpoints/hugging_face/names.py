@@ -212,11 +212,11 @@ def check_ours(rules: Sequence[TensorRule], shapes: Mapping[str, Any], what: str
 
 def describe(rule: TensorRule) -> str:
   """Return the names and shapes of both sides of `rule`, for error messages."""
-  if len(rule.theirs) > 1:
-    more = f' and {len(rule.theirs) - 1} more'
-  else:
-    more = ''
-  return f'{rule.ours} {rule.shape} <-> {rule.theirs[0]} {rule.their_shape}{more}'
+  first, *others = rule.theirs
+  more = ''
+  if others:
+    more = f' and {len(others)} more'
+  return f'{rule.ours} {rule.shape} <-> {first} {rule.their_shape}{more}'
 
 
 def raise_problems(problems: Sequence[str], what: str) -> None:

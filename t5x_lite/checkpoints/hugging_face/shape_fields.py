@@ -144,11 +144,11 @@ def _check_form(shapes: Mapping[str, tuple[int, ...]]) -> None:
 def _heads(shapes: Mapping[str, tuple[int, ...]]) -> tuple[bool, int, int]:
   """Return (tables per layer, heads, buckets)."""
   per_layer = f'encoder/layers_0/{_RELPOS}' in shapes
+  name = f'encoder/{_RELPOS}'
   if per_layer:
     name = f'encoder/layers_0/{_RELPOS}'
-  else:
-    name = f'encoder/{_RELPOS}'
-  return per_layer, *_required_shape(shapes, name, 2)
+  num_heads, num_buckets = _required_shape(shapes, name, 2)
+  return per_layer, num_heads, num_buckets
 
 
 def _sparse(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
@@ -190,6 +190,10 @@ def fields_of_shapes(shapes: Mapping[str, Any], metadata: Mapping[str, Any]) -> 
     per_layer = recorded.get('relpos_per_layer', per_layer)
   joined = _required_shape(params, 'encoder/layers_0/attention/query/kernel', 2)[1]
   num_projections, mlp_dim = _hidden(params)
+  if num_projections == 1:
+    activations = ('relu',)
+  else:
+    activations = ('gelu',) + ('linear',) * (num_projections - 1)
   fields = {
     'vocab_size': vocab_size,
     'emb_dim': emb_dim,
@@ -198,9 +202,7 @@ def fields_of_shapes(shapes: Mapping[str, Any], metadata: Mapping[str, Any]) -> 
     'mlp_dim': mlp_dim,
     'num_encoder_layers': len(_layers(params, 'encoder')),
     'num_decoder_layers': len(_layers(params, 'decoder')),
-    'mlp_activations': ('relu',)
-    if num_projections == 1
-    else ('gelu',) + ('linear',) * (num_projections - 1),
+    'mlp_activations': activations,
     'logits_via_embedding': 'decoder/logits_dense/kernel' not in params,
     'relpos_per_layer': per_layer,
     'relpos_num_buckets': num_buckets,

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import pathlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +18,9 @@ from t5x_lite import files
 from t5x_lite import untrusted
 from t5x_lite.checkpoints.hugging_face import config_json
 from t5x_lite.errors import CheckpointError
+
+if TYPE_CHECKING:
+  from t5x_lite import object_store
 
 SINGLE_FILE = 'model.safetensors'
 INDEX_FILE = 'model.safetensors.index.json'
@@ -112,24 +115,23 @@ def _read_header(path: files.Path) -> tuple[dict[str, Any], int]:
         f'it is not a complete safetensors file: its {size} bytes are incomplete or begin with an invalid '
         f'length, {length} bytes of header'
       )
-      if len(start) >= _LENGTH_BYTES and 2 <= length <= min(
-        _MAX_HEADER_BYTES, size - _LENGTH_BYTES
-      ):
+      longest = min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES)
+      if len(start) >= _LENGTH_BYTES and 2 <= length <= longest:
         problem = 'its header is not a JSON object, or a key occurs twice'
         file.seek(_LENGTH_BYTES)
         header = json.loads(file.read(length).decode('utf-8'), object_pairs_hook=_unique_keys)
+    if isinstance(header, dict):
+      header.pop('__metadata__', None)
+      problem = _header_problem(header, size - _LENGTH_BYTES - length)
+      if problem is None:
+        return header, _LENGTH_BYTES + length
   except (OSError, ValueError, RecursionError) as error:
     problem = f'its header cannot be read ({error})'
-  if isinstance(header, dict):
-    header.pop('__metadata__', None)
-    problem = _header_problem(header, size - _LENGTH_BYTES - length)
-  if problem is not None:
-    if start == _POINTER:
-      remedy = 'Run `git lfs pull` in its folder: it is a pointer of git-lfs.'
-    else:
-      remedy = 'Download it again, or save the model again with transformers.'
-    raise CheckpointError(f'{path} cannot be read: {problem}. {remedy}')
-  return header, _LENGTH_BYTES + length
+  if start == _POINTER:
+    remedy = 'Run `git lfs pull` in its folder: it is a pointer of git-lfs.'
+  else:
+    remedy = 'Download it again, or save the model again with transformers.'
+  raise CheckpointError(f'{path} cannot be read: {problem}. {remedy}')
 
 
 def _entry_problem(value: Any) -> str | None:
@@ -181,18 +183,19 @@ def read_entries(path: files.Path) -> dict[str, TensorEntry]:
     CheckpointError: the file is damaged, incomplete, or has dtypes that are not supported.
   """
   header, data_offset = _read_header(path)
-  return {
-    name: TensorEntry(
+  entries = {}
+  for name, value in header.items():
+    begin, _ = value['data_offsets']
+    entries[name] = TensorEntry(
       path=path,
       dtype=_DTYPES[value['dtype']],
       shape=tuple(value['shape']),
-      offset=data_offset + value['data_offsets'][0],
+      offset=data_offset + begin,
     )
-    for name, value in header.items()
-  }
+  return entries
 
 
-def _read_object(path: files.Path, begin: int, end: int) -> np.ndarray:
+def _read_object(path: 'object_store.StorePath', begin: int, end: int) -> np.ndarray:
   """Return uint8[end - begin] of an object in a store, several parts at a time."""
   from t5x_lite import object_store
 
@@ -206,7 +209,11 @@ def _read_object(path: files.Path, begin: int, end: int) -> np.ndarray:
     values[start - begin : stop - begin] = np.frombuffer(part, np.uint8)
 
   starts = range(begin, end, _PART_BYTES)
-  object_store.in_parallel(read, starts) if len(starts) > 1 else list(map(read, starts))
+  if len(starts) > 1:
+    object_store.in_parallel(read, starts)
+  else:
+    for start in starts:
+      read(start)
   return values
 
 
@@ -236,44 +243,32 @@ class SafetensorsFolder:
 
   def _read_shards(self) -> dict[str, TensorEntry]:
     weight_map = config_json.read(self._path, INDEX_FILE).get('weight_map')
-    is_map = isinstance(weight_map, dict) and bool(weight_map)
-    if is_map:
-      shards = sorted(set(map(str, weight_map.values())))
-    else:
-      shards = []
-    outside = [
-      file
-      for file in shards
-      if file in ('', '.', '..') or pathlib.PurePosixPath(file).name != file or '\\' in file
-    ]
-    missing = [file for file in shards if file not in outside and not (self._path / file).is_file()]
-    if not is_map:
-      problem = 'weight_map must be an object from tensor names to files'
-    elif outside:
-      problem = f'the file {outside[0]!r} must be in the folder itself'
-    elif missing:
-      problem = f'the file {missing[0]} is missing'
-    else:
-      problem = None
+    if not isinstance(weight_map, dict) or not weight_map:
+      raise self._invalid_index('weight_map must be an object from tensor names to files')
+    shards = sorted(set(map(str, weight_map.values())))
+    for file in shards:
+      if file in ('', '.', '..') or pathlib.PurePosixPath(file).name != file or '\\' in file:
+        raise self._invalid_index(f'the file {file!r} must be in the folder itself')
+    for file in shards:
+      if not (self._path / file).is_file():
+        raise self._invalid_index(f'the file {file} is missing')
     result: dict[str, TensorEntry] = {}
-    if problem is None:
-      paths = [self._path / file for file in shards]
-    else:
-      paths = []
-    for file, entries in zip(shards, files.each(read_entries, paths), strict=False):
+    paths = [self._path / file for file in shards]
+    for file, entries in zip(shards, files.each(read_entries, paths), strict=True):
       listed = {name for name, other in weight_map.items() if other == file}
       if listed != set(entries):
-        problem = (
-          f'{file} lacks the tensors {sorted(listed - set(entries))[:3]} and has '
-          f'{sorted(set(entries) - listed)[:3]}, which are not in the index'
+        lacking = sorted(listed - set(entries))[:3]
+        surplus = sorted(set(entries) - listed)[:3]
+        raise self._invalid_index(
+          f'{file} lacks the tensors {lacking} and has {surplus}, which are not in the index'
         )
-        break
       result |= entries
-    if problem is not None:
-      raise CheckpointError(
-        f'{self._path / INDEX_FILE} is invalid: {problem}. Download the folder again.'
-      )
     return result
+
+  def _invalid_index(self, problem: str) -> CheckpointError:
+    return CheckpointError(
+      f'{self._path / INDEX_FILE} is invalid: {problem}. Download the folder again.'
+    )
 
   def _explain_absence(self) -> str:
     found = [name for name in _OTHER_WEIGHTS if (self._path / name).exists()]

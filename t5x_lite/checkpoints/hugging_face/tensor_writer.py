@@ -45,7 +45,8 @@ class _File:
       'data_offsets': [self.num_bytes, self.num_bytes + tensor.nbytes],
     }
     # bfloat16 does not support the buffer protocol.
-    self._file.write(memoryview(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)))
+    content = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+    self._file.write(content.data)
     self.num_bytes += tensor.nbytes
     self.names.append(name)
 

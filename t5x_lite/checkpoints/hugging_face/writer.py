@@ -87,10 +87,8 @@ def write_folder(
         'pad_token_id': family.pad_token_id,
       },
     )
-    has_tokenizer = bool(
-      tokenizer_files.write(folder, family, tokenizer, vocab_size=architecture.vocab_size)
-    )
-    model_card.write(folder, architecture, family, stored, source_note, has_tokenizer)
+    written = tokenizer_files.write(folder, family, tokenizer, vocab_size=architecture.vocab_size)
+    model_card.write(folder, architecture, family, stored, source_note, bool(written))
     # Written last: without this file the folder is not valid.
     write_json(folder / CONFIG_FILE, architecture.to_config_json(family, stored))
 

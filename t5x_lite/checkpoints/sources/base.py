@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import functools
 import logging
 import os
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -39,7 +39,7 @@ class StateSource(abc.ABC):
     path: path of the folder.
   """
 
-  format: ClassVar[str]
+  format: str
 
   def __init__(self, path: str | os.PathLike[str]):
     """Open the folder `path` and read its index.

@@ -42,7 +42,7 @@ class OrbaxSource(base.StateSource):
 
   def read_array(self, name: str) -> np.ndarray:
     """See `StateSource.read_array`."""
-    return self.read({name: (self.shapes()[name].dtype, None)})[name]
+    return np.asarray(self.read({name: (self.shapes()[name].dtype, None)})[name])
 
   def read(self, wanted: base.Wanted) -> dict[str, jax.Array | np.ndarray]:
     """Read the named arrays in parallel, in their stored shapes and the wanted dtypes.

@@ -65,11 +65,11 @@ def read(root: files.Path) -> dict[str, StoredArray | np.ndarray]:
   """
   path = root / FILENAME
   try:
-    document = flax.serialization.msgpack_restore(untrusted.check_file(root, FILENAME).read_bytes())
+    content = untrusted.check_file(root, FILENAME).read_bytes()
+    document: Any = flax.serialization.msgpack_restore(content)
+    version = None
     if isinstance(document, Mapping) and 'optimizer' in document:
       version = document.get('version', 0)
-    else:
-      version = None
     if isinstance(version, int) and version in _VERSIONS_READ:
       leaves = _leaves(document['optimizer'], path)
       return {name: _entry(name, leaf, path) for name, leaf in leaves.items() if leaf is not None}
@@ -85,8 +85,10 @@ def read(root: files.Path) -> dict[str, StoredArray | np.ndarray]:
     ) from e
   if version is not None:
     got = f'version {untrusted.shorten(version)}'
+  elif isinstance(document, Mapping):
+    got = f'{sorted(map(str, document))[:5]}'
   else:
-    got = f'{sorted(map(str, document))[:5] if isinstance(document, Mapping) else type(document).__name__}'
+    got = type(document).__name__
   raise errors.CheckpointError(
     f'{str(path)!r} must be an index of T5X, a map with the entries version (one of {_VERSIONS_READ}) and optimizer, '
     f'got {got}. Load the checkpoint with the program that wrote it and save it with T5X.'

@@ -75,15 +75,17 @@ class T5xNativeSource(base.StateSource):
     stored = {
       entry.folder: entry for entry in self._entries.values() if not isinstance(entry, np.ndarray)
     }
-    found = files.each(
-      lambda folder: self._problem(stored[folder.name]), [self._root / name for name in stored]
-    )
+    folders = [self._root / name for name in stored]
+    found = files.each(lambda folder: self._problem(stored[folder.name]), folders)
     problems = [problem for problem in found if problem is not None]
     if multihost.any_process(bool(problems)):
-      shown = '; '.join(problems[:_NUM_PROBLEMS_SHOWN]) or 'see the message of another process'
+      if not problems:
+        raise errors.of_other_process(self._damaged('see the message of another process'))
+      shown = '; '.join(problems[:_NUM_PROBLEMS_SHOWN])
       more = len(problems) - _NUM_PROBLEMS_SHOWN
-      error = self._damaged(f'{shown}{f"; and {more} more" if more > 0 else ""}')
-      raise error if problems else errors.of_other_process(error)
+      if more > 0:
+        shown += f'; and {more} more'
+      raise self._damaged(shown)
     return super().verify()
 
   def read_array(self, name: str) -> np.ndarray:
@@ -99,19 +101,14 @@ class T5xNativeSource(base.StateSource):
       'fill_missing_data_reads': False,
     }
     problem = self._problem(entry)
-    value = None
-    try:
-      if problem is None:
-        value = (
-          tensorstore.open(spec, open=True, read=True, context=self._context)
-          .result()
-          .read()
-          .result()
-        )
-    except Exception as e:  # for damaged files, TensorStore raises ValueError and other exceptions
-      problem = f'{entry.folder} cannot be read ({str(e)[:300]})'
     if problem is not None:
       raise self._damaged(problem)
+    try:
+      array = tensorstore.open(spec, open=True, read=True, context=self._context).result()
+      value = np.asarray(array.read().result())
+    except Exception as e:  # for damaged files, TensorStore raises ValueError and other exceptions
+      problem = f'{entry.folder} cannot be read ({str(e)[:300]})'
+      raise self._damaged(problem) from e
     if value.dtype == np.uint16:
       return value.view(jnp.bfloat16)
     return value
@@ -150,7 +147,7 @@ class T5xNativeSource(base.StateSource):
         f"dimension_separator '.' or '/', got {chunks} and {untrusted.shorten(separator)}"
       )
     dtype = _dtype(described)
-    if tuple(shape) != entry.shape or dtype != entry.dtype:
+    if dtype is None or tuple(shape) != entry.shape or dtype != entry.dtype:
       return (
         f'{entry.folder} holds {described.get("dtype")} of shape {tuple(shape)}, but the index has {entry.dtype} '
         f'of shape {entry.shape}'
@@ -158,10 +155,8 @@ class T5xNativeSource(base.StateSource):
     if files.is_remote(self._root):
       sizes = self._sizes_in_store[entry.folder]
     else:
-      sizes = {
-        name.removeprefix(f'{entry.folder}/'): size
-        for name, size in untrusted.walk(self._root, entry.folder).items()
-      }
+      found = untrusted.walk(self._root, entry.folder)
+      sizes = {name.removeprefix(f'{entry.folder}/'): size for name, size in found.items()}
     num_bytes = untrusted.num_bytes(chunks, dtype)
     for name in _chunk_names(shape, chunks, separator):
       if name not in sizes:
@@ -203,13 +198,12 @@ class T5xNativeWriter:
     discovery.check_path(path, 'checkpoint to write')
     self._final = files.path(path).absolute()
     discovery.check_free(self._final)
-    self._is_remote, self._context = files.is_remote(self._final), store_io.context_of(self._final)
-    if self._is_remote:
-      self._root = self._final
-    else:
-      self._root = self._final.with_name(
-        f'{self._final.name}{discovery.WRITING_INFIX}{uuid.uuid4().hex[:8]}'
-      )
+    self._is_remote = files.is_remote(self._final)
+    self._context = store_io.context_of(self._final)
+    self._root = self._final
+    if not self._is_remote:
+      name = f'{self._final.name}{discovery.WRITING_INFIX}{uuid.uuid4().hex[:8]}'
+      self._root = self._final.with_name(name)
     self._entries: dict[str, t5x_index.StoredArray | np.ndarray] = {}
     self._chunks: dict[str, tuple[int, ...]] = {}
 
@@ -284,9 +278,9 @@ def _is_in_index(name: str, array: np.ndarray) -> bool:
   """
   if array.ndim == 0 or array.size == 0:
     return True
-  return name.startswith('state/') and (
-    array.size == 1 or name.rsplit('/', 1)[-1] in _STATE_IN_INDEX
-  )
+  if not name.startswith('state/'):
+    return False
+  return array.size == 1 or name.rsplit('/', 1)[-1] in _STATE_IN_INDEX
 
 
 def _chunk_names(shape: Sequence[int], chunks: Sequence[int], separator: str) -> Iterator[str]:

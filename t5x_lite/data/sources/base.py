@@ -163,20 +163,13 @@ def register_source(name: str) -> Callable[[_Source], _Source]:
 
   def register(cls: _Source) -> _Source:
     known = _SOURCES.get(name, cls)
-    problem = None
     if not isinstance(name, str) or not name:
-      problem = 'name', 'a text', name
-    elif not (isinstance(cls, type) and issubclass(cls, DataSource)):
-      problem = 'cls', 'a subclass of DataSource', cls
-    elif _full_name(known) != _full_name(cls):
-      problem = (
-        'name',
-        'a new name',
-        name,
-        f'{_full_name(known)} has this name already. Choose another one.',
-      )
-    if problem:
-      raise checks.invalid('register_source', *problem)
+      raise checks.invalid('register_source', 'name', 'a text', name)
+    if not (isinstance(cls, type) and issubclass(cls, DataSource)):
+      raise checks.invalid('register_source', 'cls', 'a subclass of DataSource', cls)
+    if _full_name(known) != _full_name(cls):
+      remedy = f'{_full_name(known)} has this name already. Choose another one.'
+      raise checks.invalid('register_source', 'name', 'a new name', name, remedy)
     _SOURCES[name] = cls
     return cls
 

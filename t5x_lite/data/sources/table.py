@@ -208,17 +208,20 @@ class TableSource(base.DataSource):
     cfg = self.cfg
     texts: dict[str, list[str]] = {}
     for task in self.tasks():
-      check_lengths(cfg.task_feature_lengths, list(task.vocabularies), task.name)
-      table = task.table(cfg.split, cfg.task_feature_lengths)
-      numbers = np.arange(len(table) if max_examples is None else min(max_examples, len(table)))
+      check_lengths(cfg.known_lengths, list(task.vocabularies), task.name)
+      table = task.table(cfg.split, cfg.known_lengths)
+      count = len(table)
+      if max_examples is not None:
+        count = min(max_examples, count)
+      numbers = np.arange(count)
       examples = None
-      for feature in cfg.task_feature_lengths:
-        kept = [table.texts(int(number)).get(f'{feature}_pretokenized') for number in numbers]
+      for feature in cfg.known_lengths:
+        kept: list[Any] = [
+          table.texts(int(number)).get(f'{feature}_pretokenized') for number in numbers
+        ]
         if None in kept:
           if examples is None:
             examples = table.examples(cfg.effective_seed, numbers)
-          else:
-            examples = examples
           kept = [task.vocabularies[feature].decode(example[feature]) for example in examples]
         texts.setdefault(feature, []).extend(kept)
     return texts

@@ -213,7 +213,10 @@ def factor_rule_of_axes(
         f'{tuple(axes)}.{did_you_mean(str(name), rules)} Add it to logical_factor_rules as row, column, batch or '
         'none.'
       )
-    roles.append(FactorDim.NONE if name is None else rules[name])
+    if name is None:
+      roles.append(FactorDim.NONE)
+    else:
+      roles.append(rules[name])
   if FactorDim.ROW in roles and FactorDim.COLUMN in roles:
     if FactorDim.NONE in roles:
       raise ConfigError(
@@ -281,5 +284,9 @@ def _plan_by_size(shape: Sequence[int], min_dim_size_to_factor: int) -> FactorPl
   every_dim = tuple(range(len(shape)))
   if len(shape) < 2 or min(shape) < min_dim_size_to_factor:
     return FactorPlan(averaging_dims=every_dim)
-  row, column = (0, 1) if shape[0] <= shape[1] else (1, 0)
+  row = 0
+  column = 1
+  if shape[0] > shape[1]:
+    row = 1
+    column = 0
   return FactorPlan(averaging_dims=every_dim, row_dims=(row,), col_dims=(column,))

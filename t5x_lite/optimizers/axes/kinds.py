@@ -111,7 +111,9 @@ def map_params(fn: PerParam, value: PyTree, layout: ParamsLayout, where: str) ->
     if isinstance(axes, PartitionSpec):
       return fn(path, node, axes, param)
     children, treedef = children_of(node)
-    axes_children = {} if is_array(axes) else children_of(axes)[0]
+    axes_children = {}
+    if not is_array(axes):
+      axes_children, _ = children_of(axes)
     if is_array(node) or children.keys() != axes_children.keys():
       if is_array(node):
         got = 'an array'
@@ -124,18 +126,14 @@ def map_params(fn: PerParam, value: PyTree, layout: ParamsLayout, where: str) ->
         f'{where} does not have the structure of the parameters: at {path!r} it has {got}, the parameters have '
         f'{list(axes_children) or axes!r}. {remedy}'
       )
-    if param is None:
-      params_children = {}
-    else:
-      params_children = children_of(param)[0]
-    return treedef.unflatten(
-      [
-        visit(
-          f'{path}/{name}' if path else name, child, axes_children[name], params_children.get(name)
-        )
-        for name, child in children.items()
-      ]
-    )
+    params_children = {}
+    if param is not None:
+      params_children, _ = children_of(param)
+    results = []
+    for name, child in children.items():
+      child_path = f'{path}/{name}'.removeprefix('/')
+      results.append(visit(child_path, child, axes_children[name], params_children.get(name)))
+    return treedef.unflatten(results)
 
   return visit('', value, layout.axes, layout.params)
 
@@ -171,7 +169,9 @@ def _per_param(
       def derive(path: str, array: Any, axes: PartitionSpec, param: Any) -> Any:
         found = axes_of(array, axes, param)
         if found is None:
-          dims = tuple(axes) if param is None else tuple(np.shape(param))
+          dims = tuple(axes)
+          if param is not None:
+            dims = tuple(np.shape(param))
           raise _fit_error(kind, where, path, array, expected.format(dims=dims))
         return found
 

@@ -172,25 +172,32 @@ def _readings(
   dims = range(len(shape))
   long_size, rank = projector_shape
   contiguous = [tuple(dims[:split]) for split in dims[1:]]
-  scattered = [
-    rows
-    for size in dims[1:]
-    for rows in itertools.combinations(dims, size)
-    if rows not in contiguous
-  ]
+  scattered = []
+  for size in dims[1:]:
+    for rows in itertools.combinations(dims, size):
+      if rows not in contiguous:
+        scattered.append(rows)
   for rows in contiguous + scattered:
     columns = tuple(dim for dim in dims if dim not in rows)
     for first, second in ((rows, columns), (columns, rows)):
-      m, n = (math.prod(shape[dim] for dim in group) for group in (first, second))
+      m = math.prod(shape[dim] for dim in first)
+      n = math.prod(shape[dim] for dim in second)
       if max(m, n) != long_size:
         continue
-      m_name, n_name = (_merged_name(shape, axes, group) for group in (first, second))
-      is_left = m >= n
-      yield _LowRank(
-        projector_axes=PartitionSpec(m_name if is_left else n_name, None),
-        proxy_axes=PartitionSpec(None, n_name) if is_left else PartitionSpec(m_name, None),
-        proxy_shape=(rank, n) if is_left else (m, rank),
-      )
+      m_name = _merged_name(shape, axes, first)
+      n_name = _merged_name(shape, axes, second)
+      if m >= n:
+        yield _LowRank(
+          projector_axes=PartitionSpec(m_name, None),
+          proxy_axes=PartitionSpec(None, n_name),
+          proxy_shape=(rank, n),
+        )
+      else:
+        yield _LowRank(
+          projector_axes=PartitionSpec(n_name, None),
+          proxy_axes=PartitionSpec(m_name, None),
+          proxy_shape=(m, rank),
+        )
 
 
 def _merged_name(shape: Sequence[int], axes: PartitionSpec, dims: Sequence[int]) -> str | None:
@@ -259,6 +266,7 @@ def derive_lookahead_params(state: Any, layout: ParamsLayout) -> Any:
 def _fast(layout: ParamsLayout) -> ParamsLayout:
   if not isinstance(layout.axes, optax.LookaheadParams):
     return layout
-  return dataclasses.replace(
-    layout, axes=layout.axes.fast, params=None if layout.params is None else layout.params.fast
-  )
+  params = layout.params
+  if params is not None:
+    params = params.fast
+  return dataclasses.replace(layout, axes=layout.axes.fast, params=params)

@@ -226,12 +226,16 @@ def _fields_with_arrays(state_class: type) -> tuple[str, ...] | None:
 
 def _check_field_kinds(state_class: type, field_kinds: Mapping[str, str]) -> None:
   name = state_class.__name__
-  fields = _fields_with_arrays(state_class)
-  if fields is None or set(fields) != set(field_kinds):
-    unknown = [field for field in field_kinds if field not in (fields or ())]
+  found = _fields_with_arrays(state_class)
+  fields = found or ()
+  if found is None or set(fields) != set(field_kinds):
+    unknown = [field for field in field_kinds if field not in fields]
+    hint = ''
+    if unknown and fields:
+      hint = did_you_mean(unknown[0], fields)
     raise ConfigError(
-      f'The rule for {name} must give a kind for each field with arrays, {list(fields or ())}, got one for '
-      f'{list(field_kinds)}.{did_you_mean(unknown[0], fields) if unknown and fields else ""} For a state that the '
+      f'The rule for {name} must give a kind for each field with arrays, {list(fields)}, got one for '
+      f'{list(field_kinds)}.{hint} For a state that the '
       f'kinds do not describe register a function: register({name}, rule).'
     )
   checks.check(name, field_kinds, **dict.fromkeys(field_kinds, checks.one_of(kinds.KINDS)))
@@ -259,22 +263,21 @@ def _no_rule_error(state: Any, layout: ParamsLayout) -> ConfigError:
     arguments = 'rule'
     remark = 'where rule is a function from (state, logical axes of the parameters).'
   else:
-    proposed = {
-      field: kinds.propose_kind(value, layout)
-      for field, value in kinds.children_of(state)[0].items()
-    }
+    children, _ = kinds.children_of(state)
+    proposed = {field: kinds.propose_kind(value, layout) for field, value in children.items()}
     arguments = ', '.join(f'{field}={kind!r}' for field, kind in proposed.items())
     remark = (
       f'where the kinds, out of {tuple(kinds.KINDS)}, are guessed from the shapes. For a state that the kinds do not '
       'describe, give a function from (state, logical axes of the parameters) instead.'
     )
-    if unlike := [field for field, kind in proposed.items() if kind == 'replicated']:
+    unlike = [field for field, kind in proposed.items() if kind == 'replicated']
+    if unlike:
       remark += (
         f' With this call, every device would have a copy of {unlike}, which fit no other kind.'
       )
-  call = (
-    f'optimizers.OptaxStatePartitionRules.register({name}{", " if arguments else ""}{arguments})'
-  )
+  if arguments:
+    arguments = f', {arguments}'
+  call = f'optimizers.OptaxStatePartitionRules.register({name}{arguments})'
   return ConfigError(
     f'The optax state {state_class.__module__}.{state_class.__qualname__} has no rule for its logical axes. '
     f'Add one with {call} {remark}'

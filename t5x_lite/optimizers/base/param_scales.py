@@ -50,13 +50,19 @@ class ParamScales:
     >>> ParamScales(learning_rates=(('^a/', 0.5), ('.*', 2.0))).of('a/kernel')
     (0.5, 1.0)
     """
-    path = layer_stacks.paths_of(path)[
-      0
-    ]  # stacked layers have equal factors, see `OptimizerDef.stacking_key`
-    path = path if self.path_fn is None else self.path_fn(path)
+    # Stacked layers have equal factors, see `OptimizerDef.stacking_key`.
+    path = layer_stacks.paths_of(path)[0]
+    if self.path_fn is not None:
+      path = self.path_fn(path)
     rate = _first_match(self.learning_rates, path)
     decay = _first_match(self.weight_decays, path)
-    return 1.0 if rate is None else rate[1], 1.0 if decay is None else decay[1]
+    rate_factor = 1.0
+    decay_factor = 1.0
+    if rate is not None:
+      _, rate_factor = rate
+    if decay is not None:
+      _, decay_factor = decay
+    return rate_factor, decay_factor
 
   def check(self, params: Params, decaying_paths: Collection[str]) -> None:
     """Raise if a rule is the first match of no parameter; log the effect of each rule once.
@@ -76,11 +82,14 @@ class ParamScales:
     ):
       matched = {rule: [] for rule in rules}
       for path in among:
-        if (rule := _first_match(rules, path)) is not None:
+        rule = _first_match(rules, path)
+        if rule is not None:
           matched[rule].append(path)
       for (pattern, scale), found in matched.items():
         if paths and not found:
-          kind = '' if among is paths else ' with weight decay'
+          kind = ''
+          if among is not paths:
+            kind = ' with weight decay'
           raise ConfigError(
             f'`{OWNER}.{option}`: {pattern!r} is the first match of no parameter{kind}, such as '
             f'{(among or paths)[0]!r}. Correct it, move it up, or remove it.'
@@ -124,23 +133,25 @@ class UpdateOptions:
     Raises:
       ConfigError: stochastic rounding without bfloat16 parameters.
     """
+
+    def cast(param):
+      if jnp.issubdtype(param.dtype, jnp.floating):
+        return param.astype(self.param_dtype)
+      return param
+
     if self.param_dtype is not None:
-      params = jax.tree.map(
-        lambda param: (
-          param.astype(self.param_dtype) if jnp.issubdtype(param.dtype, jnp.floating) else param
-        ),
-        params,
-      )
+      params = jax.tree.map(cast, params)
     if self.stochastic_rounding and not rounding.has_bfloat16(params):
       raise ConfigError(
         f'`{OWNER}.stochastic_rounding` has no effect: no parameter is bfloat16. Set '
         f"`{OWNER}.param_dtype` to 'bfloat16', or remove stochastic_rounding."
       )
     if self.param_dtype is not None or self.stochastic_rounding:
-      self.scales.log_once(
-        f'Parameters are {self.param_dtype or "bfloat16"}, rounded '
-        f'{"stochastically" if self.stochastic_rounding else "to nearest"} in updates.'
-      )
+      dtype = self.param_dtype or 'bfloat16'
+      how = 'to nearest'
+      if self.stochastic_rounding:
+        how = 'stochastically'
+      self.scales.log_once(f'Parameters are {dtype}, rounded {how} in updates.')
     return params
 
 

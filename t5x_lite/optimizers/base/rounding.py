@@ -9,7 +9,6 @@ than the update itself. The hash is the finalizer of MurmurHash3 (Austin Appleby
 """
 
 from collections.abc import Callable, Mapping, Sequence
-import itertools
 from typing import Any
 import zlib
 
@@ -65,9 +64,8 @@ def _round(seed: Array, values: Array) -> Array:
 def _seeds(key: Array, paths: Sequence[str]) -> Array:
   """Return a seed for each parameter, uint32 [len(paths)], given a PRNG key and the paths."""
   words = jax.random.bits(key, (2,), jnp.uint32)
-  return _mix(
-    _mix(words[0] ^ np.array([zlib.crc32(path.encode()) for path in paths], np.uint32)) ^ words[1]
-  )
+  hashes = np.array([zlib.crc32(path.encode()) for path in paths], np.uint32)
+  return _mix(_mix(words[0] ^ hashes) ^ words[1])
 
 
 def _hashes(seed: Array, shape: tuple[int, ...]) -> Array:
@@ -76,7 +74,8 @@ def _hashes(seed: Array, shape: tuple[int, ...]) -> Array:
   for dim, size in enumerate(shape):
     # The factor, 2**32 over the golden ratio, keeps the indices of two rows apart.
     index = jax.lax.iota(jnp.uint32, size) * np.uint32(0x9E3779B9)
-    hashes = _mix(hashes ^ jnp.expand_dims(index, [d for d in range(len(shape)) if d != dim]))
+    other_dims = [other for other in range(len(shape)) if other != dim]
+    hashes = _mix(hashes ^ jnp.expand_dims(index, other_dims))
   return hashes
 
 
@@ -99,16 +98,23 @@ def widen(params: Params, extra_args: Mapping[str, Any]) -> tuple[Params, dict[s
   """
 
   def of_wide(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda wide, *args, **kwargs: function(
-      jax.tree.map(lambda w, param: w.astype(param.dtype), wide, params), *args, **kwargs
-    )
+    def of_wide_params(wide, *args, **kwargs):
+      narrow = jax.tree.map(lambda w, param: w.astype(param.dtype), wide, params)
+      return function(narrow, *args, **kwargs)
 
-  wide = jax.tree.map(
-    lambda param: param.astype(jnp.float32) if param.dtype == jnp.bfloat16 else param, params
-  )
-  return wide, {
-    name: of_wide(value) if callable(value) else value for name, value in extra_args.items()
-  }
+    return of_wide_params
+
+  def widened(param):
+    if param.dtype == jnp.bfloat16:
+      return param.astype(jnp.float32)
+    return param
+
+  wide_args = {}
+  for name, value in extra_args.items():
+    if callable(value):
+      value = of_wide(value)
+    wide_args[name] = value
+  return jax.tree.map(widened, params), wide_args
 
 
 def round_params(key: Array | None, wide: Params, params: Params) -> Params:
@@ -132,15 +138,13 @@ def round_params(key: Array | None, wide: Params, params: Params) -> Params:
     )
 
   narrow = [path for path, param in tree_utils.named_leaves(params) if param.dtype == jnp.bfloat16]
+  single_paths = []
+  starts = {}
+  for path in narrow:
+    starts[path] = len(single_paths)
+    single_paths += layer_stacks.paths_of(path)
   # In one vector, since on a CPU each scalar would be a kernel.
-  seeds = _seeds(key, [single for path in narrow for single in layer_stacks.paths_of(path)])
-  starts = dict(
-    zip(
-      narrow,
-      itertools.accumulate((len(layer_stacks.paths_of(path)) for path in narrow), initial=0),
-      strict=False,
-    )
-  )
+  seeds = _seeds(key, single_paths)
 
   def of_param(path: str, new: Array) -> Array:
     if path not in starts:

@@ -122,32 +122,36 @@ def _states(param_states: PyTree) -> list[tuple[Any, _Hooks]]:
 
 def metrics_of(param_states: PyTree) -> dict[str, jax.Array]:
   """Return the metrics of all states in `param_states`: name to scalar array; see `register_state_metrics`."""
-  each = [
-    dict(hooks.metrics_fn(state))
-    for state, hooks in _states(param_states)
-    if hooks.metrics_fn is not None
-  ]
+  each = []
+  for state, hooks in _states(param_states):
+    if hooks.metrics_fn is not None:
+      each.append(dict(hooks.metrics_fn(state)))
   if len(each) == 1:
     return each[0]
-  return {
-    f'{number}/{name}': value
-    for number, metrics in enumerate(each)
-    for name, value in metrics.items()
-  }
+  numbered = {}
+  for number, metrics in enumerate(each):
+    for name, value in metrics.items():
+      numbered[f'{number}/{name}'] = value
+  return numbered
 
 
 def report_of(values: Mapping[str, float]) -> list[str]:
   """Return the log lines of the values of `metrics_of`."""
   groups: dict[str, dict[str, float]] = {}
   for name, value in values.items():
+    number = ''
     match = _NUMBERED.fullmatch(name)
-    number, bare = match.groups() if match else ('', name)
-    groups.setdefault(number, {})[bare] = value
+    if match:
+      number, name = match.groups()
+    groups.setdefault(number, {})[name] = value
   lines = []
   for number, group in groups.items():
+    prefix = ''
+    if number:
+      prefix = f'{number}: '
     for hooks in _HOOKS.values():
       if hooks.report_fn is not None:
-        lines += [f'{number}: {line}' if number else line for line in hooks.report_fn(group)]
+        lines += [f'{prefix}{line}' for line in hooks.report_fn(group)]
   return lines
 
 

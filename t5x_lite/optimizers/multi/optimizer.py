@@ -364,13 +364,14 @@ class MultiOptimizer(definition.OptimizerDef):
 
   def _for_param_scales(self, scales: ParamScales) -> 'MultiOptimizer':
     """See base class; the weight decay is scaled in the parts that have one."""
+    parts = []
+    for part in self.sub_optimizers:
+      of_part = scales.for_optimizer(part.has_weight_decay)
+      if of_part:
+        part = part.with_param_scales(of_part)
+      parts.append(part)
     new = copy.copy(self)
-    new.sub_optimizers = tuple(
-      part.with_param_scales(of_part)
-      if (of_part := scales.for_optimizer(part.has_weight_decay))
-      else part
-      for part in self.sub_optimizers
-    )
+    new.sub_optimizers = tuple(parts)
     return new
 
   def check_param_scales(self, params: Params) -> None:
@@ -402,9 +403,8 @@ class MultiOptimizer(definition.OptimizerDef):
     new._param_axes = param_logical_axes
     if params is not None:
       leaves = _paths.by_path(params)
-      new.sub_optimizers = new._parts_with_axes(
-        self._select(tree_utils.unflatten_dict(leaves)), leaves
-      )
+      selected = self._select(tree_utils.unflatten_dict(leaves))
+      new.sub_optimizers = new._parts_with_axes(selected, leaves)
       new._param_axes = None
     return new
 
@@ -415,13 +415,14 @@ class MultiOptimizer(definition.OptimizerDef):
     if self._param_axes is None:
       return self.sub_optimizers
     axes = dict(tree_utils.named_leaves(self._param_axes))
-    return tuple(
-      part.with_param_axes(
-        _paths.subtree(axes, part_paths),
-        None if leaves is None else _paths.subtree(leaves, part_paths),
-      )
-      for part, part_paths in zip(self.sub_optimizers, paths, strict=True)
-    )
+    parts = []
+    for part, part_paths in zip(self.sub_optimizers, paths, strict=True):
+      part_axes = _paths.subtree(axes, part_paths)
+      part_params = None
+      if leaves is not None:
+        part_params = _paths.subtree(leaves, part_paths)
+      parts.append(part.with_param_axes(part_axes, part_params))
+    return tuple(parts)
 
   def derive_logical_axes(
     self, optimizer: definition.Optimizer, param_logical_axes: LogicalAxes

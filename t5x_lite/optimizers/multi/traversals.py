@@ -46,9 +46,13 @@ class SelectedLeaves(abc.ABC):
   def update(self, fn: Callable[[Any], Any], inputs: PyTree) -> PyTree:
     """Return a tree like `inputs` with each selected leaf replaced by `fn(leaf)`."""
     selected = self.paths(inputs)
-    return tree_utils.map_with_names(
-      lambda path, leaf: fn(leaf) if path in selected else leaf, inputs
-    )
+
+    def replaced(path, leaf):
+      if path in selected:
+        return fn(leaf)
+      return leaf
+
+    return tree_utils.map_with_names(replaced, inputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +98,9 @@ class PathTraversal(SelectedLeaves):
 
   def __post_init__(self):
     for name in ('patterns', 'exclude'):
-      value = getattr(self, name)
-      patterns = (value,) if isinstance(value, str) else value
+      patterns = getattr(self, name)
+      if isinstance(patterns, str):
+        patterns = (patterns,)
       for pattern in patterns:
         try:
           re.compile(pattern)
@@ -136,12 +141,15 @@ def as_traversal(selection: Any, where: str) -> Traversal:
   ):
     return PathTraversal(selection)
   if isinstance(selection, type) or not isinstance(selection, Traversal):
+    remedy = ''
+    if callable(selection):
+      remedy = 'Wrap a predicate in optimizers.ModelParamTraversal.'
     raise checks.invalid(
       'MultiOptimizer',
       where,
       'a traversal, a regular expression of parameter paths, or a list of these',
       selection,
-      'Wrap a predicate in optimizers.ModelParamTraversal.' if callable(selection) else '',
+      remedy,
     )
   return selection
 

@@ -30,9 +30,12 @@ def noisy_sgd(learning_rate, eta=0.01, gamma=0.55, key=None, *, seed=None):
   """
   if key is not None and seed is not None:
     raise checks.invalid('noisy_sgd', 'seed', 'None if key is given', seed, 'Set only key.')
-  key = seed if key is None else key
+  if key is None:
+    key = seed
+  if key is None:
+    key = 0
   return optax.chain(
-    optax.add_noise(eta, gamma, 0 if key is None else key),
+    optax.add_noise(eta, gamma, key),
     optax.scale_by_learning_rate(learning_rate),
   )
 

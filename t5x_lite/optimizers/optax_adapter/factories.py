@@ -85,9 +85,12 @@ def wrap_optax_optimizer(
     raise ConfigError(
       f'takes_learning_rate=True needs an argument {_RATE!r}; {name} has {list(parameters)}.'
     )
+  owner = 'unknown'
+  if takes_learning_rate:
+    owner = 'trainer'
   return _wrap(
     optax_optimizer,
-    'trainer' if takes_learning_rate else 'unknown',
+    owner,
     unsupported_reason_fn=unsupported_reason_fn,
     stacking_key_fn=stacking_key_fn,
     checks_options=False,
@@ -190,7 +193,9 @@ def _wrapped_signature(
   annotations = dict(getattr(optax_optimizer, '__annotations__', {}))
   if takes_learning_rate:
     rate = parameters[_RATE]
-    annotations[_RATE] = Any if rate.annotation is rate.empty else rate.annotation | None
+    annotations[_RATE] = Any
+    if rate.annotation is not rate.empty:
+      annotations[_RATE] = rate.annotation | None
     parameters[_RATE] = rate.replace(default=None, annotation=annotations[_RATE])
   for key in _INNER_OPTIMIZERS & set(annotations):
     # gin rejects values that do not match the annotation.
@@ -227,12 +232,15 @@ def _reason_against_mapped_axis(arguments: Mapping[str, Any]) -> str | None:
 
 def _check_inner(owner: str, option: str, value: Any) -> None:
   if value is not None and not isinstance(value, (OptaxWrapper, optax.GradientTransformation)):
+    remedy = ''
+    if callable(value):
+      remedy = 'Call the function first.'
     raise checks.invalid(
       owner,
       option,
       'an optax transformation or an optimizer such as optimizers.adamw()',
       value,
-      'Call the function first.' if callable(value) else '',
+      remedy,
     )
 
 

@@ -154,17 +154,18 @@ def scale_per_parameter(
     updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
   ) -> tuple[PyTree, Any]:
     factors = [scales.of(path) for path, _ in tree_utils.named_leaves(updates)]
-    keys = [(1.0, decay) if multiplies_updates else (rate, decay) for rate, decay in factors]
+    keys = factors
+    if multiplies_updates:
+      keys = [(1.0, decay) for _, decay in factors]
     results = {}
     for rate, decay in [(1.0, 1.0), *keys]:
-      if (rate, decay) not in results:
-        if state_fn is None or rate == 1.0:
-          variant_state = state
-        else:
-          variant_state = state_fn(state, rate)
-        results[rate, decay] = make_variant(rate, decay).update(
-          updates, variant_state, params, **extra_args
-        )
+      if (rate, decay) in results:
+        continue
+      variant_state = state
+      if state_fn is not None and rate != 1.0:
+        variant_state = state_fn(state, rate)
+      variant = make_variant(rate, decay)
+      results[rate, decay] = variant.update(updates, variant_state, params, **extra_args)
     treedef = jax.tree.structure(updates)
     variants = list(results)
     chosen = [variants.index(key) for key in keys]

@@ -379,18 +379,19 @@ def make_plans(params: Params, groups: Groups, batch_dims: BatchDims) -> list[Gr
   """
   named = list(tree_utils.named_leaves(params))
   paths, parameters_of = layer_stacks.single_paths([path for path, _ in named])
-  labels = groups.labels_of(
-    params if len(paths) == len(named) else layer_stacks.single_shapes(params), paths
-  )
+  single_params = params
+  if len(paths) != len(named):
+    single_params = layer_stacks.single_shapes(params)
+  labels = groups.labels_of(single_params, paths)
   members = {label: [] for label in groups.options}
   for index, ((path, param), parameters) in enumerate(zip(named, parameters_of, strict=True)):
     first = parameters[0]  # stacked layers have its options, by the `stacking_key`
     is_stacked = layer_stacks.is_stacked(path)
     dims = batch_dims.of(paths[first], param.ndim - is_stacked)
-    dims = (0, *(dim + 1 for dim in dims)) if is_stacked else dims
-    members[labels[first]].append(
-      Member(index=index, shape=tuple(param.shape), batch_dims=dims, parameters=parameters)
-    )
+    if is_stacked:
+      dims = (0, *(dim + 1 for dim in dims))
+    member = Member(index=index, shape=tuple(param.shape), batch_dims=dims, parameters=parameters)
+    members[labels[first]].append(member)
   return [
     GroupPlan(label=label, options=options, members=tuple(members[label]))
     for label, options in groups.options.items()

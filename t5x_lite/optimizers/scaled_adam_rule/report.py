@@ -279,9 +279,11 @@ def _dominant_line(label: str, group: Mapping[str, float], paths: Sequence[str])
     name = paths[number]
   else:
     name = f'parameter {number} of the tree'
+  if layer >= 0:
+    name += f', layer {layer}'
   return (
     f'scaled_adam, group {label}: the gradient of step {group["dominant/step"]:.0f} was scaled by '
     f'{group["dominant/clip_scale"]:.3g}, and had {100 * group["dominant/share"]:.0f} % of its squared norm in {name}'
-    f'{f", layer {layer}" if layer >= 0 else ""}: {group["dominant/sumsq"]:.3e}, the sum of squares '
+    f': {group["dominant/sumsq"]:.3e}, the sum of squares '
     f'{group["dominant/grad_sumsq"]:.3e} times the mean square of the parameter {group["dominant/rms_squared"]:.3e}'
   )

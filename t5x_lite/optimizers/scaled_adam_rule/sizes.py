@@ -143,9 +143,12 @@ def update_group(
     clip_scale = None
   factors = []
   for member, adam, size in zip(plan.members, plan.split(adam_U), plan.split(size_U), strict=True):
+    member_correction = late_correction
+    if member.is_scalar:
+      member_correction = correction
     of_member = UpdateFactors(
       grad=clip_scale,
-      correction=correction if member.is_scalar else late_correction,
+      correction=member_correction,
       adam=adam.reshape(member.broadcast_shape),
       size=size.reshape(member.broadcast_shape),
     )

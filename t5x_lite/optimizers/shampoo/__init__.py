@@ -168,9 +168,9 @@ def _transformation(
     spread_roots=spread_roots,
     quantize_statistics=quantize_statistics,
   )
-  return (sharded_transformation if cfg.shard_optimizer_states else plain_transformation)(
-    learning_rate, cfg
-  )
+  if cfg.shard_optimizer_states:
+    return sharded_transformation(learning_rate, cfg)
+  return plain_transformation(learning_rate, cfg)
 
 
 _transformation.__name__ = 'distributed_shampoo'

@@ -159,10 +159,10 @@ class BlockLayout:
     regions = [group.join(array) for group, array in zip(self.groups, blocks, strict=True)]
     for dim in reversed(range(len(self.merged_shape))):
       width = len(_pieces_of_dim(self.merged_shape[dim], self.block_size))
-      regions = [
-        regions[start] if width == 1 else jnp.concatenate(regions[start : start + width], axis=dim)
-        for start in range(0, len(regions), width)
-      ]
+      if width == 1:
+        continue
+      starts = range(0, len(regions), width)
+      regions = [jnp.concatenate(regions[start : start + width], axis=dim) for start in starts]
     return regions[0].reshape(self.shape)
 
   def statistics(self, grad: jax.Array, precision: jax.lax.Precision) -> list[jax.Array]:
@@ -191,21 +191,24 @@ class BlockLayout:
       (product, float32 of the parameter's shape; its Euclidean norm, a float32 scalar).
     """
     rank = len(self.merged_shape)
-    results = [
-      precondition_blocks(blocks, preconditioners[index * rank : (index + 1) * rank], precision)
-      for index, blocks in enumerate(self.cut(grad))
-    ]
+    results = []
+    for index, blocks in enumerate(self.cut(grad)):
+      of_group = preconditioners[index * rank : (index + 1) * rank]
+      results.append(precondition_blocks(blocks, of_group, precision))
     return self.join(results), norm_of_blocks(results)
 
 
 def block_statistics(blocks: jax.Array, precision: jax.lax.Precision) -> list[jax.Array]:
   """Return the statistics [k, n, n] of blocks float32 [k, *sizes], one stack per dim."""
   stacks = []
+  batch_dims = ((0,), (0,))
   for dim in range(1, blocks.ndim):
+    # [k, n, n]: G G^T of the block as a matrix with this dim as rows, that is, contracted over all other dims.
     others = tuple(other for other in range(1, blocks.ndim) if other != dim)
-    stacks.append(
-      jax.lax.dot_general(blocks, blocks, ((others, others), ((0,), (0,))), precision=precision)
+    product = jax.lax.dot_general(
+      blocks, blocks, ((others, others), batch_dims), precision=precision
     )
+    stacks.append(product)
   return stacks
 
 
@@ -246,9 +249,10 @@ def make_layout(
   shape = tuple(int(dim) for dim in shape)
   if not shape or 0 in shape or max(shape) > largest_dim:
     return BlockLayout(shape, (), block_size)
-  return BlockLayout(
-    shape, merge_small_dims(shape, block_size) if merge_dims else shape, block_size
-  )
+  merged_shape = shape
+  if merge_dims:
+    merged_shape = merge_small_dims(shape, block_size)
+  return BlockLayout(shape, merged_shape, block_size)
 
 
 def merge_small_dims(shape: Sequence[int], largest: int) -> tuple[int, ...]:
@@ -278,4 +282,7 @@ def _pieces_of_dim(dim: int, block_size: int) -> list[tuple[int, int, int]]:
   if dim <= block_size:
     return [(0, 1, dim)]
   count, rest = divmod(dim, block_size)
-  return [(0, count, block_size)] + ([(count * block_size, 1, rest)] if rest else [])
+  pieces = [(0, count, block_size)]
+  if rest:
+    pieces.append((count * block_size, 1, rest))
+  return pieces

@@ -161,7 +161,9 @@ class ShampooConfig:
     if statistics is None:
       statistics = PartitionSpec(STACK_AXIS, None, None)
     preconditioners = self.preconditioner_partition_spec
-    return statistics, statistics if preconditioners is None else preconditioners
+    if preconditioners is None:
+      preconditioners = statistics
+    return statistics, preconditioners
 
 
 def parse_graft_type(graft_type: Any) -> GraftingType:

@@ -394,7 +394,9 @@ def _roots_on_all_devices(root_fn, distribute, batch, rows, powers):
     results = lax.map(lambda piece: piece_fn(*piece), pieces)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
 
-  return distribute(in_pieces, (rows,) if static_power is not None else (rows, powers))
+  if static_power is not None:
+    return distribute(in_pieces, (rows,))
+  return distribute(in_pieces, (rows, powers))
 
 
 def _devices(axis_name):

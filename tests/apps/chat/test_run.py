@@ -12,9 +12,9 @@ import subprocess
 import sys
 import time
 
+import gin
 import pytest
 
-import gin
 from t5x_lite import cli
 from t5x_lite import decoding
 from t5x_lite import notebook

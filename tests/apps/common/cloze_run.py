@@ -1,8 +1,8 @@
 """A run of the recipe `keyword_cloze` with a tiny network on one device, as if trained."""
 
+import gin
 import jax
 
-import gin
 from t5x_lite import checkpoints
 from t5x_lite import gin_utils
 from t5x_lite import state_init

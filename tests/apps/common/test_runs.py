@@ -5,9 +5,9 @@ import pathlib
 import shutil
 import sys
 
+import gin
 import pytest
 
-import gin
 from moe import __main__ as moe_program
 from t5x_lite import cli
 from t5x_lite import errors

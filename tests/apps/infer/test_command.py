@@ -6,9 +6,9 @@ import pathlib
 import subprocess
 import sys
 
+import gin
 import pytest
 
-import gin
 from t5x_lite import cli
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.data import corpora

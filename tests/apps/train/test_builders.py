@@ -4,11 +4,11 @@ import logging
 import re
 import shutil
 
+import gin
 import jax
 import numpy as np
 import pytest
 
-import gin
 from t5x_lite import checkpoints
 from t5x_lite import cli
 from t5x_lite import gin_utils

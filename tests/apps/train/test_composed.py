@@ -7,11 +7,11 @@ import subprocess
 import sys
 import time
 
+import gin
 import jax
 import numpy as np
 import pytest
 
-import gin
 from t5x_lite import checkpoints
 from t5x_lite import cli
 from t5x_lite import gin_utils

@@ -4,9 +4,9 @@ import os
 import signal
 import subprocess
 
+import gin
 import pytest
 
-import gin
 from t5x_lite import cli
 from t5x_lite import runtime
 from tests import processes

@@ -6,10 +6,10 @@ import os
 import signal
 import types
 
+import gin
 import jax
 import pytest
 
-import gin
 from t5x_lite import checkpoints
 from t5x_lite import cli
 from t5x_lite import data

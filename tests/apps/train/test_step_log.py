@@ -6,11 +6,11 @@ import time
 import types
 
 import clu.metrics
+import gin
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import gin
 from t5x_lite import checkpoints
 from t5x_lite import cli
 from t5x_lite import metrics as metrics_lib

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import gin
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -9,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 
-import gin
 from t5x_lite import optimizers
 from t5x_lite.errors import ConfigError
 

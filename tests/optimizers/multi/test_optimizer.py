@@ -3,12 +3,12 @@
 import flax.core
 import flax.linen.partitioning
 import flax.traverse_util
+import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import gin
 from t5x_lite import adafactor
 from t5x_lite import gin_utils
 from t5x_lite import optimizers

@@ -4,6 +4,7 @@ import functools
 import inspect
 import re
 
+import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,6 @@ import optax
 import optax.contrib
 import pytest
 
-import gin
 from t5x_lite import optimizers
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError
