@@ -27,7 +27,8 @@ def constrain(x: jax.Array, logical_axes: tuple[str | None, ...]) -> jax.Array:
   known = {name for name, _ in rules}
   names = tuple(name if name in known else None for name in logical_axes)
   entries = []
-  mesh_axes = nn.logical_to_mesh_axes(names, rules)
+  # Flax exports it without declaring so.
+  mesh_axes = nn.logical_to_mesh_axes(names, rules)  # pyright: ignore[reportPrivateImportUsage]
   assert mesh_axes is not None  # `names` is not None.
   for size, entry in zip(x.shape, mesh_axes, strict=True):
     axes = axis_rules.axes_of(entry)

@@ -16,11 +16,14 @@ import os
 import socket
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 import uuid
 
 from t5x_lite import errors
 from t5x_lite import files
+
+if TYPE_CHECKING:
+  from t5x_lite import object_store
 
 _logger = logging.getLogger(__name__)
 
@@ -37,7 +40,7 @@ _MAX_VAIN = 5
 class Lease:
   """A lease that this process holds and renews in a thread until `release`."""
 
-  def __init__(self, folder: files.Path, name: str, *, in_use: str):
+  def __init__(self, folder: object_store.StorePath, name: str, *, in_use: str):
     """Take the lease of `folder`.
 
     Args:
@@ -287,7 +290,7 @@ def _machine() -> str | None:
     return None
 
 
-def _open(folder: files.Path) -> Any:
+def _open(folder: object_store.StorePath) -> Any:
   import tensorstore  # takes 0.1 s
 
   from t5x_lite import object_store

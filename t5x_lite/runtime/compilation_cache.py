@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
 import hashlib
+from importlib import metadata
 import logging
 import os
 import pathlib
@@ -16,7 +17,6 @@ import zlib
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
-import jaxlib
 
 from t5x_lite import files
 
@@ -102,7 +102,8 @@ def default_folder() -> pathlib.Path | None:
   if not os.path.isabs(home) or _is_remote(home):
     return None
   # Equal names are equal programs.
-  identity = '\n'.join((platform.machine(), jaxlib.__version__, _cpu_features()))
+  jaxlib_version = metadata.version('jaxlib')
+  identity = '\n'.join((platform.machine(), jaxlib_version, _cpu_features()))
   name = hashlib.sha256(identity.encode()).hexdigest()
   return pathlib.Path(home) / 't5x_lite' / f'programs-{name[:12]}'
 
