@@ -118,7 +118,7 @@ MUTANTS = (
   Mutant(
     'prepared_batches_count_as_handed_out',
     't5x_lite/data/table_iterator.py',
-    'cursor = self._past_cursors[-num] if num else self._cursor',
+    'cursor = self._past_cursors[-num]',
     'cursor = self._cursor',
     'tests/data/test_streams.py::test_resumes_exactly',
   ),
