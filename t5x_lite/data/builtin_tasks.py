@@ -120,8 +120,11 @@ class StaticExamples(ExampleTable):
   @functools.cached_property
   def fingerprint(self) -> str:
     """See base class."""
-    trimmed = (trim(example, self._lengths, True, self._end_ids) for example in self._examples)
-    return _hash_arrays(array for example in trimmed for _, array in sorted(example.items()))
+    arrays = []
+    for example in self._examples:
+      trimmed = trim(example, self._lengths, True, self._end_ids)
+      arrays += [array for _, array in sorted(trimmed.items())]
+    return _hash_arrays(arrays)
 
   @property
   def end_ids(self) -> Mapping[str, int]:

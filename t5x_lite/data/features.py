@@ -197,8 +197,10 @@ class DecoderFeatureConverter(FeatureConverter):
   ) -> dict[str, jax.ShapeDtypeStruct]:
     """See base class."""
     names = ['decoder_input_tokens', 'decoder_target_tokens', 'decoder_loss_weights']
-    names += ['decoder_causal_attention'] if 'inputs' in lengths else []
-    names += ['decoder_segment_ids', 'decoder_positions'] if pack else []
+    if 'inputs' in lengths:
+      names.append('decoder_causal_attention')
+    if pack:
+      names += ['decoder_segment_ids', 'decoder_positions']
     (length,) = self.row_lengths(lengths).values()
     return {name: jax.ShapeDtypeStruct((batch_size, length), np.int32) for name in names}
 

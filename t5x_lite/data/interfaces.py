@@ -185,15 +185,12 @@ class EvalTask:
   def kinds(self) -> list[str]:
     """Outputs that the task's metrics need, in the order of `OUTPUT_KINDS`."""
     wanted = {metric.kind for metric in self.output_metrics}
-    wanted |= {
-      kind
-      for kind, fns in (
-        ('predict', self.metric_fns),
-        ('score', self.score_metric_fns),
-        ('predict_with_aux', self.predict_with_aux_metric_fns),
-      )
-      if fns
-    }
+    if self.metric_fns:
+      wanted.add('predict')
+    if self.score_metric_fns:
+      wanted.add('score')
+    if self.predict_with_aux_metric_fns:
+      wanted.add('predict_with_aux')
     return [kind for kind in OUTPUT_KINDS if kind in wanted]
 
 
@@ -329,7 +326,9 @@ def batches_of_rows(rows: Mapping[str, np.ndarray], batch_size: int, own: slice)
 
 def warn_of_omitted_tasks(tasks: Sequence[EvalTask], names: Sequence[str]) -> None:
   """Warn of tasks without metrics if other tasks have metrics; otherwise the caller raises an error."""
-  for name in names if tasks else ():
+  if not tasks:
+    return
+  for name in names:
     logging.getLogger(__name__).warning(
       '%s has no metrics: omitted from the evaluation by decoding.', name
     )

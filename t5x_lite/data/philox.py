@@ -104,16 +104,18 @@ def split(seeds: np.ndarray, num: int) -> np.ndarray:
   They are equal to TensorFlow's `stateless_split` of 64-bit seeds.
   """
   words = random_words(seeds, 4 * num)
-  return _join(words[..., 0::2], words[..., 1::2]).reshape(*seeds.shape[:-1], num, 2)
+  new_seeds = _join(words[..., 0::2], words[..., 1::2])
+  return new_seeds.reshape(*seeds.shape[:-1], num, 2)
 
 
 def stream_values(seed: int, positions: np.ndarray) -> np.ndarray:
   """Return the elements at `positions`, int64[...], of TensorFlow's `Dataset.random(seed)`, uint64[...]."""
   positions = np.asarray(positions, np.uint64)
-  words = philox_words(_DEFAULT_GRAPH_SEED, np.uint64(seed % 2**64), positions // np.uint64(4))
-  return np.take_along_axis(words, (positions % np.uint64(4))[..., None].astype(np.int64), axis=-1)[
-    ..., 0
-  ]
+  # A counter gives four words.
+  counters, word_numbers = np.divmod(positions, np.uint64(4))
+  words = philox_words(_DEFAULT_GRAPH_SEED, np.uint64(seed % 2**64), counters)
+  indices = word_numbers[..., None].astype(np.int64)
+  return np.take_along_axis(words, indices, axis=-1)[..., 0]
 
 
 def fold(*parts: int | str) -> np.ndarray:
@@ -126,7 +128,11 @@ def fold(*parts: int | str) -> np.ndarray:
   """
   seed = np.zeros(2, np.uint64)
   for part in parts:
-    for value in (part,) if isinstance(part, int) else (-1, *part.encode('utf-8')):
+    if isinstance(part, int):
+      values = (part,)
+    else:
+      values = (-1, *part.encode('utf-8'))
+    for value in values:
       seed = member(seed, value)
   return seed
 
@@ -141,8 +147,8 @@ def member(family: np.ndarray, number: int) -> np.ndarray:
     family: a seed, uint64[2].
     number: integer of up to 64 bits.
   """
-  mixed = philox_words(family[0], family[1], np.uint64(number % 2**64))
-  return np.array([_join(mixed[0], mixed[1]), _join(mixed[2], mixed[3])], np.uint64)
+  w0, w1, w2, w3 = philox_words(family[0], family[1], np.uint64(number % 2**64))
+  return np.array([_join(w0, w1), _join(w2, w3)], np.uint64)
 
 
 def permutation(seed: np.ndarray, size: int) -> np.ndarray:
@@ -186,4 +192,6 @@ def _add_mixed(
 ) -> np.ndarray:
   """Return `half` plus a random function of `other`, modulo `size`; uint64[n]."""
   words = philox_words(seed[0], seed[1] ^ np.uint64(round_number), other)
-  return (half + _join(words[..., 0], words[..., 1]) % np.uint64(size)) % np.uint64(size)
+  divisor = np.uint64(size)
+  mixed = _join(words[..., 0], words[..., 1]) % divisor
+  return (half + mixed) % divisor

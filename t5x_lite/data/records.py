@@ -291,7 +291,9 @@ def parse_record(content: bytes, where: object) -> dict[str, Any]:
 
 def _shown(content: bytes) -> str:
   text = content.decode('utf-8', errors='replace')
-  return repr(text if len(text) <= 60 else f'{text[:57]}...')
+  if len(text) > 60:
+    text = f'{text[:57]}...'
+  return repr(text)
 
 
 def find_files(patterns: str | Sequence[str], what: str) -> list[str]:
@@ -305,21 +307,21 @@ def find_files(patterns: str | Sequence[str], what: str) -> list[str]:
     DataError: a pattern matches no file, or two patterns match the same file.
   """
   found: list[str] = []
-  for pattern in [patterns] if isinstance(patterns, str) else patterns:
+  if isinstance(patterns, str):
+    patterns = [patterns]
+  for pattern in patterns:
     paths = _matches(pattern)
     twice = set(paths).intersection(found)
-    if twice or not paths:
+    if twice:
+      raise DataError(
+        f'{what}: two patterns match {min(twice)!r}, so its records would be read twice. Omit one of them.'
+      )
+    if not paths:
+      at = f' in {os.getcwd()!r}'
       if os.path.isabs(pattern) or files.is_remote(pattern):
         at = ''
-      else:
-        at = f' in {os.getcwd()!r}'
       raise DataError(
-        f'{what}: '
-        + (
-          f'two patterns match {min(twice)!r}, so its records would be read twice. Omit one of them.'
-          if twice
-          else f'no file matches {pattern!r}{at}. Write the files first, or correct the pattern.'
-        )
+        f'{what}: no file matches {pattern!r}{at}. Write the files first, or correct the pattern.'
       )
     found.extend(paths)
   return found

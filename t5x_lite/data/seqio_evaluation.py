@@ -62,9 +62,9 @@ def open_eval_tasks(
       if not task.metric_objs:
         omitted.append(task.name)
         continue
-    dataset = task_dataset(task, cfg, num_epochs=1).take(
-      -1 if num_examples is None else num_examples
-    )
+    dataset = task_dataset(task, cfg, num_epochs=1)
+    if num_examples is not None:
+      dataset = dataset.take(num_examples)
     raw_examples = _materialize(dataset, task, cfg)
     features = convert(converter, dataset, cfg, task)
     rows = _materialize(features, task, cfg)
@@ -148,14 +148,11 @@ def _output_metric(metric: Any, task: Any, raw_examples: Sequence[dict[str, Any]
 
 def _postprocess(task: Any, text: Any, *, example: Mapping[str, Any], is_target: bool) -> Any:
   """Call the Task's postprocessor like seqio, with the texts of the example as bytes."""
-  return task.postprocess_fn(
-    text,
-    example={
-      name: value.encode('utf-8') if isinstance(value, str) else value
-      for name, value in example.items()
-    },
-    is_target=is_target,
-  )
+  encoded = dict(example)
+  for name, value in example.items():
+    if isinstance(value, str):
+      encoded[name] = value.encode('utf-8')
+  return task.postprocess_fn(text, example=encoded, is_target=is_target)
 
 
 def _tasks(cfg: DatasetConfig, feature_converter: Any) -> Iterator[tuple[Any, Any]]:
@@ -225,9 +222,8 @@ def _with_indices(batches: EvalBatches, layout: Any, own: slice) -> IndexedBatch
 
 def _as_text(example: dict[str, Any]) -> dict[str, Any]:
   """Return `example` with decoded `*_pretokenized` texts; other fields are unchanged."""
-  return {
-    name: value.decode('utf-8')
-    if name.endswith('_pretokenized') and isinstance(value, bytes)
-    else value
-    for name, value in example.items()
-  }
+  decoded = dict(example)
+  for name, value in example.items():
+    if name.endswith('_pretokenized') and isinstance(value, bytes):
+      decoded[name] = value.decode('utf-8')
+  return decoded

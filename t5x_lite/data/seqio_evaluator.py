@@ -95,6 +95,13 @@ class SeqioEvaluator:
       weakref.finalize(self, shutil.rmtree, self._log_dir, ignore_errors=True)
     else:
       self._log_dir = pathlib.Path(log_dir)
+    lengths = None
+    if cfg.task_feature_lengths is not None:
+      lengths = dict(cfg.task_feature_lengths)
+    if log_dir is not None:
+      options['log_dir'] = str(self._log_dir or log_dir)
+    else:
+      options['log_dir'] = None
     failure = f"seqio's Evaluator does not accept {cfg.name!r}"
     with (
       explained(failure, AssertionError, TypeError, ValueError, error_class=ConfigError),
@@ -107,10 +114,7 @@ class SeqioEvaluator:
         eval_split=cfg.split,
         use_cached=cfg.use_cached,
         seed=cfg.effective_seed,
-        sequence_length=None
-        if cfg.task_feature_lengths is None
-        else dict(cfg.task_feature_lengths),
-        log_dir=None if log_dir is None else str(self._log_dir or log_dir),
+        sequence_length=lengths,
         **options,
       )
     if self._evaluator.eval_tasks:  # without tasks, the Evaluator makes no loggers
@@ -263,6 +267,10 @@ class _LossyLogger:
     except (OSError, tf.errors.OpError) as error:
       if isinstance(error, tf.errors.InvalidArgumentError):  # the logger does not support a value
         raise
+      if isinstance(error, tf.errors.OpError):
+        reason = summary(error)
+      else:
+        reason = error.strerror or error
       if not self._has_failed:
         _logger.warning(
           "seqio's %s could not write the results of %s at step %s, which are lost: %s. The run "
@@ -270,7 +278,7 @@ class _LossyLogger:
           type(self._logger).__name__,
           kwargs.get('task_name'),
           kwargs.get('step'),
-          summary(error) if isinstance(error, tf.errors.OpError) else error.strerror or error,
+          reason,
         )
       self._has_failed = True
 

@@ -130,25 +130,32 @@ def batches_from_task(
   """
   task = seqio_features.find(name, 'Import the module that registers it.')
   seqio_features.check_split(task, split)
-  suffix = '_pretokenized' if pretokenized else ''
+  suffix = ''
+  if pretokenized:
+    suffix = '_pretokenized'
   wanted = batch_size * num_batches
   examples = []
   with _preparing(()):
     dataset = task.get_dataset(sequence_length=sequence_length, split=split, **options).take(wanted)
-    for element in dataset.as_numpy_iterator():
-      found = {
-        ours: element[name + suffix]
-        for ours, name in (('input', 'inputs'), ('target', 'targets'))
-        if name + suffix in element
-      }
+    for element in numpy_elements(dataset):
+      found = {}
+      for ours, feature in (('input', f'inputs{suffix}'), ('target', f'targets{suffix}')):
+        if feature not in element:
+          continue
+        value = element[feature]
+        if pretokenized:
+          found[ours] = as_text(value)
+        else:
+          found[ours] = value.tolist()
       if not found:
+        expected = 'ids'
+        if pretokenized:
+          expected = 'texts (inputs_pretokenized)'
         raise DataError(
-          f'The examples of {name!r} have no {"texts (inputs_pretokenized)" if pretokenized else "ids"}: '
+          f'The examples of {name!r} have no {expected}: '
           f'set get_pretokenized_examples={not pretokenized}.'
         )
-      examples.append(
-        {key: as_text(value) if pretokenized else value.tolist() for key, value in found.items()}
-      )
+      examples.append(found)
   if len(examples) < wanted:
     raise DataError(
       f'The split {split!r} of {name!r} must have at least {wanted} examples, {num_batches} batches of '
@@ -193,12 +200,12 @@ def _task(name, dataset_fn, num_examples, preprocessors, features, metric_fns) -
     del split, shuffle_files, seed
     return dataset_fn()
 
-  output_features = {
-    key: feature
-    if isinstance(feature, seqio.Feature)
-    else seqio.Feature(vocabulary=as_seqio_vocabulary(feature.vocabulary), add_eos=feature.add_eos)
-    for key, feature in features.items()
-  }
+  output_features = {}
+  for key, feature in features.items():
+    if not isinstance(feature, seqio.Feature):
+      vocabulary = as_seqio_vocabulary(feature.vocabulary)
+      feature = seqio.Feature(vocabulary=vocabulary, add_eos=feature.add_eos)
+    output_features[key] = feature
   source = seqio.FunctionDataSource(
     read, splits=_SPLITS, num_input_examples=dict.fromkeys(_SPLITS, num_examples)
   )
@@ -209,8 +216,10 @@ def _task(name, dataset_fn, num_examples, preprocessors, features, metric_fns) -
 
 
 def _task_dataset(task: seqio.Task, lengths: Mapping[str, int] | None) -> tf.data.Dataset:
+  if lengths is not None:
+    lengths = dict(lengths)
   return task.get_dataset(
-    sequence_length=None if lengths is None else dict(lengths),
+    sequence_length=lengths,
     split='train',
     shuffle=False,
     try_in_mem_cache=False,
@@ -231,8 +240,10 @@ def _source_dataset(examples: Sequence[Mapping[str, Any]]) -> tf.data.Dataset:
       columns[name] = tf.constant(values)
     else:  # ids, or several texts, e.g. all correct answers
       lists = [np.asarray(value).tolist() for value in values]
-      is_text = any(isinstance(item, (str, bytes)) for items in lists for item in items)
-      columns[name] = tf.ragged.constant(lists, dtype=tf.string if is_text else tf.int32)
+      dtype = tf.int32
+      if any(isinstance(item, (str, bytes)) for items in lists for item in items):
+        dtype = tf.string
+      columns[name] = tf.ragged.constant(lists, dtype=dtype)
   return dataset_of(columns)
 
 

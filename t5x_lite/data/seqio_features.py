@@ -39,12 +39,11 @@ def get_provider(cfg: DatasetConfig) -> Any:
   name = cfg.mixture_or_task_name
   if isinstance(name, seqio.Task | seqio.Mixture):
     return name
-  return find(
-    name,
-    f'The module {cfg.module!r} does not register it.'
-    if cfg.module is not None
-    else 'A custom task needs the module that registers it (DatasetConfig.module).',
-  )
+  if cfg.module is not None:
+    remedy = f'The module {cfg.module!r} does not register it.'
+  else:
+    remedy = 'A custom task needs the module that registers it (DatasetConfig.module).'
+  return find(name, remedy)
 
 
 def find(name: Any, remedy: str) -> Any:
@@ -63,7 +62,9 @@ def find(name: Any, remedy: str) -> Any:
     raise DataError(
       f'seqio has no task or mixture {name!r}.{did_you_mean(str(name), tasks | mixtures)} {remedy}'
     )
-  return (seqio.MixtureRegistry if name in mixtures else seqio.TaskRegistry).get(name)
+  if name in mixtures:
+    return seqio.MixtureRegistry.get(name)
+  return seqio.TaskRegistry.get(name)
 
 
 def get_vocabulary(cfg: DatasetConfig) -> tuple[Any, Any]:

@@ -53,9 +53,9 @@ def measure(
     for task in tasks:
       dataset = _dataset(task, cfg)
       with reading(cfg, task):
-        for example in dataset.take(
-          -1 if num_examples is None else num_examples
-        ).as_numpy_iterator():
+        if num_examples is not None:
+          dataset = dataset.take(num_examples)
+        for example in numpy_elements(dataset):
           yield {name: np.shape(example[name])[dim] for name, dim in dims.items()}
 
   content = {task.name: _content(task, cfg) for task in tasks}

@@ -62,7 +62,9 @@ def create_task_from_tfexample_file(
   name = f'infer_{task_id}'
   if name in seqio.TaskRegistry.names():
     return name
-  keys = {'inputs': inputs_key} | ({} if targets_key is None else {'targets': targets_key})
+  keys = {'inputs': inputs_key}
+  if targets_key is not None:
+    keys['targets'] = targets_key
   output_features = {
     key: dataclasses.replace(feature, vocabulary=as_seqio_vocabulary(feature.vocabulary))
     for key, feature in features.items()

@@ -91,11 +91,11 @@ class TaskStream(Stream):
     for epoch in np.unique(epochs).tolist():
       rows = epochs == epoch
       order = self._order(epoch)
-      numbers[rows] = epoch * size + (
-        order[offsets[rows]]
-        if size <= _LARGEST_KEPT_ORDER
-        else philox.permuted(order, size, offsets[rows])
-      )
+      if size <= _LARGEST_KEPT_ORDER:
+        in_epoch = order[offsets[rows]]
+      else:
+        in_epoch = philox.permuted(order, size, offsets[rows])
+      numbers[rows] = epoch * size + in_epoch
     return numbers
 
   def num_examples(self, num_epochs: int) -> int:
@@ -125,7 +125,10 @@ class MixtureStream(Stream):
     """
     exact = np.asarray(rates, np.float64) / sum(rates) * _MIXTURE_BLOCK
     quotas = np.floor(exact).astype(np.int64)
-    quotas[np.argsort(quotas - exact, kind='stable')[: _MIXTURE_BLOCK - quotas.sum()]] += 1
+    # The rest of the block goes to the streams with the largest fractions.
+    num_left = _MIXTURE_BLOCK - quotas.sum()
+    by_fraction = np.argsort(quotas - exact, kind='stable')
+    quotas[by_fraction[:num_left]] += 1
     if not quotas.all():
       raise checks.invalid(
         f'Mixture {name}',
@@ -198,10 +201,11 @@ class Pieces:
     self._own = own
     self._group_size = converter.pack_group_size(self._lengths)
     # Difference between the numbers of consecutive pieces.
-    self.step = 1 if cfg.pack else cfg.batch_size
-    if cfg.num_epochs is None:
-      self._num_examples = None
-    else:
+    self.step = cfg.batch_size
+    if cfg.pack:
+      self.step = 1
+    self._num_examples: int | None = None
+    if cfg.num_epochs is not None:
       self._num_examples = stream.num_examples(cfg.num_epochs)
 
   def num_from(self, number: int) -> int:
@@ -228,9 +232,8 @@ class Pieces:
     """
     if self._pack:
       positions = number * self._group_size + np.arange(self._group_size)
-      positions = positions[
-        : None if self._num_examples is None else self._num_examples - int(positions[0])
-      ]
+      if self._num_examples is not None:
+        positions = positions[: self._num_examples - int(positions[0])]
     else:
       positions = number + np.arange(self._own.start, self._own.stop)
     examples = self._stream.examples(positions)

@@ -122,13 +122,12 @@ class SyntheticExamples(ExampleTable):
     examples = [{name: array[i] for name, array in arrays.items()} for i in range(len(numbers))]
     if self._source.features:
       return examples
-    cut = philox.uniform(
-      philox.as_seeds(*philox.fold(seed, self._split, 'length').tolist())[None], len(self)
-    )[0]
-    return [
-      self._finish(example, float(fraction))
-      for example, fraction in zip(examples, cut[numbers], strict=True)
-    ]
+    length_seed = philox.as_seeds(*philox.fold(seed, self._split, 'length').tolist())
+    (cut,) = philox.uniform(length_seed[None], len(self))
+    finished = []
+    for example, fraction in zip(examples, cut[numbers], strict=True):
+      finished.append(self._finish(example, float(fraction)))
+    return finished
 
   def _finish(self, example: Mapping[str, np.ndarray], fraction: float) -> dict[str, np.ndarray]:
     """Return ids >= 2 of a random length, with the end-of-sequence id at the end."""
@@ -163,12 +162,11 @@ class StackConverter(FeatureConverter):
 
   def convert(self, rows: Sequence[Row], lengths: Mapping[str, int], pack: bool) -> HostBatch:
     """See base class."""
-    return {
-      name: np.stack(
-        [row[0][name] if row else np.zeros(feature.shape, feature.dtype) for row in rows]
-      )
-      for name, feature in self._features.items()
-    }
+    batch = {}
+    for name, feature in self._features.items():
+      padding = np.zeros(feature.shape, feature.dtype)
+      batch[name] = np.stack([row[0][name] if row else padding for row in rows])
+    return batch
 
 
 def get_synthetic(source: Any) -> SyntheticSource:

@@ -200,13 +200,16 @@ class ExampleReader:
       vocabulary = feature.vocabulary
       ids = as_ids(value, vocabulary, f'{name!r} of example {number}')
       is_text = isinstance(value, (str, bytes))
-      text = value if is_text else example.get(name + _PRETOKENIZED)
+      text = value
+      if not is_text:
+        text = example.get(name + _PRETOKENIZED)
+      if isinstance(text, bytes):
+        text = text.decode('utf-8', errors='replace')
       if text is not None:
-        finished[name + _PRETOKENIZED] = (
-          text.decode('utf-8', errors='replace') if isinstance(text, bytes) else text
-        )
-      self._note_length(name, len(ids) + (is_text and feature.add_eos))
-      if is_text and feature.add_eos:
+        finished[name + _PRETOKENIZED] = text
+      add_eos = is_text and feature.add_eos
+      self._note_length(name, len(ids) + add_eos)
+      if add_eos:
         ids = builtin_tasks.append_eos_after_trim(ids, vocabulary.eos_id, self.lengths[name])
       finished[name] = ids[: self.lengths[name]]
     return finished

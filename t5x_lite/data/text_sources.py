@@ -294,11 +294,11 @@ class TextSource(ConvertedSource):
       ids = text_examples.encode_text(text, vocabulary)
       length = self._lengths[feature]
       is_cut |= len(ids) + self._append_eos[feature] > length
-      row[feature] = (
-        append_eos_after_trim(np.asarray(ids, np.int32), vocabulary.eos_id, length)
-        if self._append_eos[feature]
-        else np.asarray(ids[:length], np.int32)
-      )
+      ids = np.asarray(ids, np.int32)
+      if self._append_eos[feature]:
+        row[feature] = append_eos_after_trim(ids, vocabulary.eos_id, length)
+      else:
+        row[feature] = ids[:length]
     texts = {name: value for name, value in fields.items() if name.endswith('_pretokenized')}
     return Example({**texts, **row, **fields}, row, is_cut)
 
@@ -312,11 +312,10 @@ def _field_problem(found: Mapping[str, Any], key: str) -> str | None:
   """Return the problem of the field `key` of a JSON object, which must be a text; None if it is valid."""
   if key not in found:
     close = difflib.get_close_matches(key, found, n=1)
-    return f'no {key!r}' + (
-      f' (did you mean {close[0]!r}?)'
-      if close
-      else f', only {", ".join(map(repr, list(found)[:8])) or "nothing"}'
-    )
+    if close:
+      return f'no {key!r} (did you mean {close[0]!r}?)'
+    names = ', '.join(map(repr, list(found)[:8])) or 'nothing'
+    return f'no {key!r}, only {names}'
   if not isinstance(found[key], str):
     return f'{key!r} must be a text, got a value of type {type(found[key]).__name__}'
   try:

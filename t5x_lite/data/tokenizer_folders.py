@@ -204,11 +204,11 @@ def write_sentencepiece_model(folder: str, output: str | None = None) -> str:
     target = files.path(output)
   else:
     target = files.path(folder) / MODEL_FILE
-  if target.exists() or not source.is_file():
+  if not source.is_file():
+    raise ConfigError(f'{str(source)!r} must be the tokenizer of a T5-like model, got no file.')
+  if target.exists():
     raise ConfigError(
       f'{str(target)!r} must be a new file, got an existing one. Give another output, or delete it.'
-      if source.is_file()
-      else f'{str(source)!r} must be the tokenizer of a T5-like model, got no file.'
     )
   serialized = _rebuild(_read_json(source), str(source)).SerializeToString()
   files.write(target, serialized)
@@ -234,13 +234,16 @@ def _rebuild(tokenizer: Mapping[str, Any], path: str) -> Any:
       kind = _UNKNOWN
     elif _SENTINEL.fullmatch(piece):
       kind = _USER_DEFINED
+    elif number in special:
+      kind = _CONTROL
     else:
-      kind = _CONTROL if number in special else _NORMAL
+      kind = _NORMAL
     model.pieces.add(piece=piece, score=score, type=kind)
   model.trainer_spec.model_type = 1  # unigram
   model.trainer_spec.vocab_size = len(pieces)
   ids = {piece: number for number, (piece, _) in enumerate(pieces[:10])}
-  model.trainer_spec.pad_id, model.trainer_spec.eos_id = ids.get('<pad>', -1), ids.get('</s>', -1)
+  model.trainer_spec.pad_id = ids.get('<pad>', -1)
+  model.trainer_spec.eos_id = ids.get('</s>', -1)
   model.trainer_spec.unk_id = unk_id
   model.trainer_spec.bos_id = -1
   model.trainer_spec.pad_piece = '<pad>'

@@ -75,10 +75,14 @@ def sample_truncation(
   Returns:
     The counts, or None without examples or lengths.
   """
+  if not lengths:
+    return None
   num_examples = 0
-  num_cut, num_tokens, num_lost = (dict.fromkeys(lengths, 0) for _ in range(3))
+  num_cut = dict.fromkeys(lengths, 0)
+  num_tokens = dict.fromkeys(lengths, 0)
+  num_lost = dict.fromkeys(lengths, 0)
   deadline = time.monotonic() + _MAX_SECONDS
-  for example in examples if lengths else ():
+  for example in examples:
     num_examples += 1
     for feature, length in lengths.items():
       size = len(example.get(feature, ()))

@@ -251,8 +251,10 @@ class SentencePieceVocabulary(Vocabulary):
       processor = sentencepiece.SentencePieceProcessor()
       try:
         model = model_pb2.ModelProto.FromString(files.path(self._file).read_bytes())
-        numbers = range(self._extra_ids)
-        for number in reversed(numbers) if self._reverse_extra_ids else numbers:
+        numbers = list(range(self._extra_ids))
+        if self._reverse_extra_ids:
+          numbers.reverse()
+        for number in numbers:
           piece_type = model_pb2.ModelProto.SentencePiece.USER_DEFINED
           model.pieces.add(piece=f'\u2581<extra_id_{number}>', score=0.0, type=piece_type)
         serialized = model.SerializeToString()

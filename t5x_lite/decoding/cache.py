@@ -73,12 +73,15 @@ def add_beam_dim(x: Array, beam_size: int, offset: int = 0) -> Array:
   [[1, 1, 1], [2, 2, 2]]
   """
   at = offset + 1
-  return jnp.broadcast_to(jnp.expand_dims(x, at), (*x.shape[:at], beam_size, *x.shape[at:]))
+  shape = (*x.shape[:at], beam_size, *x.shape[at:])
+  return jnp.broadcast_to(jnp.expand_dims(x, at), shape)
 
 
 def flatten_beam_dim(x: Array, offset: int = 0) -> Array:
   """Merge `x` [..., batch, beam, ...] into [..., batch * beam, ...], with the batch dim at `offset`."""
-  return x.reshape(*x.shape[:offset], x.shape[offset] * x.shape[offset + 1], *x.shape[offset + 2 :])
+  before = x.shape[:offset]
+  batch_size, beam_size, *after = x.shape[offset:]
+  return x.reshape(*before, batch_size * beam_size, *after)
 
 
 def unflatten_beam_dim(x: Array, batch_size: int, beam_size: int, offset: int = 0) -> Array:
@@ -208,13 +211,15 @@ def _gather_fn(beam_indices, batch_size, old_beam_size, new_beam_size, one_hot, 
 
   def by_contraction(x):
     check(x)
-    chosen = jax.nn.one_hot(
-      beam_indices, old_beam_size, dtype=jnp.int32 if x.dtype == bool else x.dtype
-    )
-    rows = jnp.moveaxis(x, (offset, offset + 1), (0, 1)).astype(chosen.dtype)
-    return jnp.moveaxis(
-      jnp.einsum('beo,bo...->be...', chosen, rows).astype(x.dtype), (0, 1), (offset, offset + 1)
-    )
+    dtype = x.dtype
+    if dtype == jnp.bool_:
+      dtype = jnp.int32
+    # [batch, new beam, old beam]
+    chosen = jax.nn.one_hot(beam_indices, old_beam_size, dtype=dtype)
+    dims = (offset, offset + 1)
+    rows = jnp.moveaxis(x, dims, (0, 1)).astype(chosen.dtype)
+    selected = jnp.einsum('beo,bo...->be...', chosen, rows)
+    return jnp.moveaxis(selected.astype(x.dtype), (0, 1), dims)
 
   def by_index(x):
     check(x)

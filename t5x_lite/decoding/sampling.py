@@ -144,9 +144,14 @@ def temperature_sample(
     initial_index=options.int32_or_none(initial_index),
     max_decode_steps=max_decode_steps,
   )
-  rows = jax.tree.map(
-    lambda x: x if jnp.ndim(x) == 0 else cache_lib.flat_batch_beam_expand(x, num_decodes), rows
-  )
+
+  def repeat_rows(x: Array) -> Array:
+    if jnp.ndim(x) == 0:
+      return x
+    return cache_lib.flat_batch_beam_expand(x, num_decodes)
+
+  # [batch * num_decodes, ...], the decodes of an example adjacent.
+  rows = jax.tree.map(repeat_rows, rows)
 
   if num_decodes > 1:
     cache = cache_lib.cache_map(
@@ -154,13 +159,15 @@ def temperature_sample(
       cache,
       apply_to_index=initial_index is not None,
     )
+  if decode_rng is None:
+    decode_rng = jax.random.PRNGKey(0)
   sequences, log_probs = loop.decode_tokens(
     rows,
     cache,
     tokens_to_logits,
     _choose_fn(temperature, topk, topp, num_decodes, rescale_log_probs),
     ends=options.end_token_ids(eos_id, stop_token_ids),
-    rng=jax.random.PRNGKey(0) if decode_rng is None else decode_rng,
+    rng=decode_rng,
     state_callback_fn=state_callback_fn,
     logit_callback_fn=logit_callback_fn,
   )

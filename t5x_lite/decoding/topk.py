@@ -26,10 +26,13 @@ def first_argmax(x: Array) -> tuple[Array, Array]:
   """Return (maxima <dtype>[...], index of each maximum's first occurrence <int32>[...]) over the last dim."""
   if x.shape[-1] < 8 * _CHUNK:
     return _first_argmax(x)
+  # [..., chunks, _CHUNK]
   chunks = _chunks(x)
   largest, best_chunk = _first_argmax(jnp.max(chunks, axis=-1))
+  # [..., _CHUNK]: the chunk with the maximum.
   entries = jnp.take_along_axis(chunks, best_chunk[..., None, None], axis=-2)[..., 0, :]
-  return largest, best_chunk * _CHUNK + _first_argmax(entries)[1]
+  _, position = _first_argmax(entries)
+  return largest, best_chunk * _CHUNK + position
 
 
 def _first_argmax(x: Array) -> tuple[Array, Array]:
@@ -37,8 +40,8 @@ def _first_argmax(x: Array) -> tuple[Array, Array]:
   largest = jnp.max(x, axis=-1, keepdims=True)
   positions = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
   # "Not below" instead of "equal" gives a valid index even if `x` contains NaN.
-  first = jnp.min(jnp.where(x < largest, x.shape[-1], positions), axis=-1)
-  return largest[..., 0], first
+  candidates = jnp.where(x < largest, x.shape[-1], positions)
+  return largest[..., 0], jnp.min(candidates, axis=-1)
 
 
 def top_k_two_stage(
@@ -60,23 +63,27 @@ def top_k_two_stage(
   batch, n = x.shape
   if n < 8 * k * _CHUNK:
     return jax.lax.top_k(score_fn(x), k)
+  # [batch, chunks, _CHUNK]
   chunks = _chunks(x)
-  _, best_chunks = jax.lax.top_k(score_fn(jnp.max(chunks, axis=-1)), k)
+  # [batch, k]: numbers of the chunks with the largest maxima.
+  maxima = score_fn(jnp.max(chunks, axis=-1))
+  _, best_chunks = jax.lax.top_k(maxima, k)
   # In order of position, so that of equal entries the first is ranked first.
   best_chunks = jnp.sort(best_chunks, axis=-1)
-  entries = jnp.take_along_axis(chunks, best_chunks[:, :, None], axis=1).reshape(batch, k * _CHUNK)
+  # [batch, k * _CHUNK]: the entries of these chunks.
+  entries = jnp.take_along_axis(chunks, best_chunks[:, :, None], axis=1)
+  entries = entries.reshape(batch, k * _CHUNK)
   values, positions = jax.lax.top_k(score_fn(entries), k)
-  return values, jnp.take_along_axis(
-    best_chunks, positions // _CHUNK, axis=1
-  ) * _CHUNK + positions % _CHUNK
+  chunk_numbers = jnp.take_along_axis(best_chunks, positions // _CHUNK, axis=1)
+  return values, chunk_numbers * _CHUNK + positions % _CHUNK
 
 
 def _chunks(x: Array) -> Array:
   """Divide [..., n] into pieces [..., pieces, _CHUNK], the last one padded with minus infinity."""
-  padded = jnp.pad(
-    x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % _CHUNK)], constant_values=-jnp.inf
-  )
-  return padded.reshape(*x.shape[:-1], -1, _CHUNK)
+  *dims, length = x.shape
+  widths = [(0, 0)] * len(dims) + [(0, -length % _CHUNK)]
+  padded = jnp.pad(x, widths, constant_values=-jnp.inf)
+  return padded.reshape(*dims, -1, _CHUNK)
 
 
 def topk_mask(x: Array, k: ArrayLike, replace_val: ArrayLike) -> Array:
@@ -102,8 +109,12 @@ def topk_mask(x: Array, k: ArrayLike, replace_val: ArrayLike) -> Array:
   if known is not None and known <= _MOST_RANKED:
     cutoff = jnp.min(_largest(x, min(int(known), x.shape[-1])), axis=-1)
   else:
-    # The smallest threshold that fewer than k entries exceed, as the negative of a largest number.
-    cutoff = -float32_bsearch(x.shape[:-1], lambda t: jnp.sum(x > -t[..., None], axis=-1) >= k)
+
+    def exceeded_by_k(negative: Array) -> Array:
+      return jnp.sum(x > -negative[..., None], axis=-1) >= k
+
+    # [...]: the smallest threshold that fewer than k entries exceed, as the negative of a largest number.
+    cutoff = -float32_bsearch(x.shape[:-1], exceeded_by_k)
   cutoff = jnp.maximum(cutoff, np.finfo(np.float32).min)[..., None]
   return jnp.where(x >= cutoff, x, jnp.asarray(replace_val, x.dtype))
 
@@ -131,12 +142,15 @@ def topp_mask(logits: Array, p: ArrayLike, replace_val: ArrayLike) -> Array:
     locals(),
     p=options.numbers('a probability in (0, 1]', lambda p: (p > 0) & (p <= 1)),
   )
+  # [..., vocab]: float32, because a rounded sum of many small probabilities would move the cutoff.
   probs = jax.nn.softmax(logits, axis=-1)
 
+  def keeps_too_little(threshold: Array) -> Array:
+    kept = jnp.where(probs >= threshold[..., None], probs, 0.0)
+    return jnp.sum(kept, axis=-1) < p
+
   def search_all():
-    return float32_bsearch(
-      probs.shape[:-1], lambda t: jnp.sum(jnp.where(probs >= t[..., None], probs, 0.0), axis=-1) < p
-    )[..., None]
+    return float32_bsearch(probs.shape[:-1], keeps_too_little)[..., None]
 
   if probs.shape[-1] <= _TOPP_CANDIDATES:
     cutoff = search_all()
@@ -145,10 +159,13 @@ def topp_mask(logits: Array, p: ArrayLike, replace_val: ArrayLike) -> Array:
     candidates = _largest(probs, _TOPP_CANDIDATES)
     mass = jnp.cumsum(candidates, axis=-1)
     reached = mass >= p
+    # [..., 1]: the first candidate with which the sum reaches p.
     at = jnp.argmax(reached, axis=-1, keepdims=True)
-    cutoff = jax.lax.cond(
-      jnp.all(reached[..., -1]), lambda: jnp.take_along_axis(candidates, at, axis=-1), search_all
-    )
+
+    def take_candidate():
+      return jnp.take_along_axis(candidates, at, axis=-1)
+
+    cutoff = jax.lax.cond(jnp.all(reached[..., -1]), take_candidate, search_all)
   return jnp.where(probs >= cutoff, logits, jnp.asarray(replace_val, logits.dtype))
 
 
@@ -168,7 +185,9 @@ def int32_bsearch(batch_shape: Sequence[int], predicate: Callable[[Array], Array
     candidate = found | jax.lax.shift_left(jnp.uint32(1), jnp.uint32(31 - i))
     return jnp.where(predicate(_as_int32(candidate)), found, candidate)
 
-  return _as_int32(jax.lax.fori_loop(0, 32, try_bit, jnp.zeros(tuple(batch_shape), jnp.uint32)))
+  smallest = jnp.zeros(tuple(batch_shape), jnp.uint32)
+  found = jax.lax.fori_loop(0, 32, try_bit, smallest)
+  return _as_int32(found)
 
 
 def float32_bsearch(batch_shape: Sequence[int], predicate: Callable[[Array], Array]) -> Array:
@@ -197,7 +216,8 @@ def _as_int32(unsigned: Array) -> Array:
 
 def _float_of_rank(rank: Array) -> Array:
   """Map int32 to float32 in order: the bits of floats are ordered like integers, negative floats in reverse."""
-  return jax.lax.bitcast_convert_type(jnp.where(rank < 0, rank ^ _INT32_MAX, rank), jnp.float32)
+  bits = jnp.where(rank < 0, rank ^ _INT32_MAX, rank)
+  return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _largest(x: Array, k: int) -> Array:

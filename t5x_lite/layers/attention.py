@@ -120,7 +120,9 @@ class MultiHeadDotProductAttention(nn.Module):
 
   def _attend(self, query, key, value, bias, deterministic, heads_first=False):
     """Attend, without the output projection; see `dot_product_attention`."""
-    dropout = not deterministic and self.dropout_rate > 0.0
+    dropout_rng = None
+    if not deterministic and self.dropout_rate > 0.0:
+      dropout_rng = self.make_rng('dropout')
     # The result is not used in initialization, and its choice of a kernel must not be logged.
     if self.attention_kernel == 'auto' and self.is_initializing():
       kernel = 'dot'
@@ -131,7 +133,7 @@ class MultiHeadDotProductAttention(nn.Module):
       key,
       value,
       bias,
-      self.make_rng('dropout') if dropout else None,
+      dropout_rng,
       self.dropout_rate,
       deterministic,
       self.dtype,

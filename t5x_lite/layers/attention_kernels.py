@@ -205,7 +205,9 @@ def _exp_jvp(primals, tangents):
 
 def _softmax(scores: jax.Array) -> jax.Array:
   """Return the softmax over keys."""
-  unnormalized = _exp(scores - lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+  # [batch, heads, q, 1]: without its gradient, since the result does not depend on it.
+  largest = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+  unnormalized = _exp(scores - largest)
   return unnormalized / jnp.sum(unnormalized, axis=-1, keepdims=True)
 
 
@@ -225,19 +227,32 @@ def drop_keys(
   if dropout_rng is None or dropout_rate == 0.0:
     return value
   batch, *dims, _ = value.shape
-  heads, k_len = dims if heads_first else reversed(dims)
-  keep = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, (batch, heads, 1, k_len))[
-    :, :, 0, :, None
-  ]
-  keep = keep if heads_first else jnp.swapaxes(keep, 1, 2)
-  return value * (keep.astype(value.dtype) / jnp.asarray(1.0 - dropout_rate, value.dtype))
+  if heads_first:
+    heads, k_len = dims
+  else:
+    k_len, heads = dims
+  probability = 1.0 - dropout_rate
+  # [batch, heads, 1, k]: one draw for all queries, with the shape of T5X's weights, for the same random numbers.
+  keep = jax.random.bernoulli(dropout_rng, probability, (batch, heads, 1, k_len))
+  # [batch, heads, k, 1]
+  keep = keep[:, :, 0, :, None]
+  if not heads_first:
+    keep = jnp.swapaxes(keep, 1, 2)
+  # Kept values are larger, so that the expectation is that without dropout.
+  return value * (keep.astype(value.dtype) / jnp.asarray(probability, value.dtype))
 
 
 def _dot(query, key, value, bias, heads_first=False):
   """Return the result of the einsum form; see `dot_product_attention`."""
-  keys = 'bhkd' if heads_first else 'bkhd'
-  scores = _add_bias(jnp.einsum(f'bqhd,{keys}->bhqk', query, key).astype(jnp.float32), bias)
+  keys = 'bkhd'
+  if heads_first:
+    keys = 'bhkd'
+  # [batch, heads, q, k]: the product in the dtype of the query, its softmax in float32 because bfloat16 would round the
+  # differences between large scores.
+  scores = jnp.einsum(f'bqhd,{keys}->bhqk', query, key).astype(jnp.float32)
+  scores = _add_bias(scores, bias)
   weights = _softmax(scores).astype(value.dtype)
+  # [batch, q, heads, head_dim]
   if heads_first:
     # With the other order of dims in the einsum, the CPU compiler chooses a product that is several times slower.
     return jnp.swapaxes(jnp.einsum('bhqk,bhkd->bhqd', weights, value), 1, 2)
@@ -312,7 +327,8 @@ def dot_product_attention(
   query = query.astype(dtype)
   key = key.astype(dtype)
   value = value.astype(dtype)
-  value = drop_keys(value, dropout_rng if dropout else None, dropout_rate, heads_first)
+  if dropout:
+    value = drop_keys(value, dropout_rng, dropout_rate, heads_first)
   if heads_first or kernel == 'dot':
     chosen = 'dot'
   else:

@@ -109,11 +109,15 @@ def kernel_gradient(
     dtype: see `product_dtype`.
     num_parts: number of parts of the rows whose gradients are separate, in a new first dim; None for their sum.
   """
-  operands = (rows.astype(dtype), gradient.astype(dtype))
-  first, second = operands if vocab_dim == 1 else operands[::-1]
+  first = rows.astype(dtype)
+  second = gradient.astype(dtype)
+  if vocab_dim == 0:
+    first, second = second, first
   dims = (((0,), (0,)), ((), ()))
   if num_parts is not None:
-    first, second = (x.reshape(num_parts, -1, x.shape[-1]) for x in (first, second))
+    # [num_parts, rows / num_parts, ...] each: a batch of products.
+    first = first.reshape(num_parts, -1, first.shape[-1])
+    second = second.reshape(num_parts, -1, second.shape[-1])
     dims = (((1,), (1,)), ((0,), (0,)))
   return lax.dot_general(first, second, dims, preferred_element_type=jnp.float32)
 

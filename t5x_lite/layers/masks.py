@@ -138,7 +138,9 @@ def make_decoder_mask(
 
 def mask_to_bias(mask: jax.Array) -> jax.Array:
   """Return float32 of `mask`'s shape: 0 where `mask` is positive or True, `MASKED_BIAS` elsewhere."""
-  allowed = mask if mask.dtype == jnp.bool_ else mask > 0
+  allowed = mask
+  if mask.dtype != jnp.bool_:
+    allowed = mask > 0
   return jnp.where(allowed, 0.0, MASKED_BIAS).astype(jnp.float32)
 
 

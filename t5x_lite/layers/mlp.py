@@ -86,14 +86,20 @@ class MlpBlock(nn.Module):
     del decode
     branches = []
     for i, activation in enumerate(self.activations):
+      name = f'wi_{i}'
+      if len(self.activations) == 1:
+        name = 'wi'
+      # [batch, length, mlp]
       branch = DenseGeneral(
         self.intermediate_dim,
         dtype=self.dtype,
         kernel_init=self.kernel_init,
         kernel_axes=('embed', 'mlp'),
-        name='wi' if len(self.activations) == 1 else f'wi_{i}',
+        name=name,
       )(inputs)
-      branches.append(activation_fn(activation)(checkpoint_name(branch, 'mlp_hidden')))
+      branch = checkpoint_name(branch, 'mlp_hidden')
+      branches.append(activation_fn(activation)(branch))
+    # Several branches gate each other, as in the gated units of T5 1.1.
     hidden = functools.reduce(operator.mul, branches)
     hidden = nn.Dropout(rate=self.intermediate_dropout_rate, broadcast_dims=(-2,))(
       hidden, deterministic=deterministic

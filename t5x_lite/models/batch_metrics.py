@@ -80,8 +80,11 @@ def count_packed_examples(segment_ids: Array) -> Array:
   >>> print(count_packed_examples(np.array([[1, 1, 2, 0], [1, 0, 0, 0], [1, 1, 1, 1]])))
   4
   """
-  starts = (segment_ids[:, 1:] != segment_ids[:, :-1]) & (segment_ids[:, 1:] != 0)
-  return jnp.sum(segment_ids[:, 0] != 0, dtype=jnp.int32) + jnp.sum(starts, dtype=jnp.int32)
+  first = segment_ids[:, 0]
+  following = segment_ids[:, 1:]
+  # [batch, length - 1]: True at the first token of an example.
+  starts = (following != segment_ids[:, :-1]) & (following != 0)
+  return jnp.sum(first != 0, dtype=jnp.int32) + jnp.sum(starts, dtype=jnp.int32)
 
 
 def is_argmax(logits: Array, ids: Array) -> Array:
@@ -94,12 +97,14 @@ def is_argmax(logits: Array, ids: Array) -> Array:
     ids: <int>[...].
   """
   ids = ids.astype(jnp.int32)
-  own = jnp.take_along_axis(
-    logits, jnp.clip(ids, 0, logits.shape[-1] - 1)[..., None], axis=-1, mode='promise_in_bounds'
-  )
+  vocab_size = logits.shape[-1]
+  # [..., 1]: the logit of each id.
+  valid_ids = jnp.clip(ids, 0, vocab_size - 1)
+  own = jnp.take_along_axis(logits, valid_ids[..., None], axis=-1, mode='promise_in_bounds')
   positions = jax.lax.broadcasted_iota(ids.dtype, logits.shape, logits.ndim - 1)
+  # [..., vocab]: logits before the id must be smaller, those after it may be equal.
   is_below = jnp.where(positions < ids[..., None], logits < own, logits <= own)
-  return jnp.all(is_below, axis=-1) & (ids >= 0) & (ids < logits.shape[-1])
+  return jnp.all(is_below, axis=-1) & (ids >= 0) & (ids < vocab_size)
 
 
 def compute_weighted_accuracy(
@@ -118,7 +123,8 @@ def compute_weighted_accuracy(
     weights = jnp.ones(targets.shape, jnp.float32)
   else:
     weights = weights.astype(jnp.float32)
-  return jnp.sum(jnp.where(is_argmax(logits, targets), weights, 0.0)), jnp.sum(weights)
+  of_correct = jnp.where(is_argmax(logits, targets), weights, 0.0)
+  return jnp.sum(of_correct), jnp.sum(weights)
 
 
 def compute_base_metrics(

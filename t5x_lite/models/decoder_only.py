@@ -112,16 +112,18 @@ class DecoderOnlyModel(base.BaseTransformerModel):
     Raises:
       ConfigError: the inputs are not marked, but `inputs_bidirectional_attention` is set.
     """
+    options: dict[str, Any] = {name: batch[name] for name in _PACKING_FEATURES if name in batch}
+    options.update(self._prefix(batch))
+    if not return_logits:
+      options['return_logits'] = False
     return base.apply_module(
       self.module,
       params,
       batch['decoder_input_tokens'],
       batch['decoder_target_tokens'],
-      **{name: batch[name] for name in _PACKING_FEATURES if name in batch},
-      **self._prefix(batch),
+      **options,
       decode=False,
       enable_dropout=dropout_rng is not None,
-      **({} if return_logits else {'return_logits': False}),
       rngs=self._rngs(dropout_rng),
       flax_mutables=flax_mutables,
       mutable=mutable,

@@ -148,16 +148,18 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     self, params, batch, dropout_rng=None, *, flax_mutables=None, mutable=(), return_logits=True
   ):
     """Run the network on given targets; see `BaseTransformerModel.compute_logits`."""
+    options: dict[str, Any] = {name: batch[name] for name in _PACKING_FEATURES if name in batch}
+    if not return_logits:
+      options['return_logits'] = False
     return base.apply_module(
       self.module,
       params,
       batch['encoder_input_tokens'],
       batch['decoder_input_tokens'],
       batch['decoder_target_tokens'],
-      **{name: batch[name] for name in _PACKING_FEATURES if name in batch},
+      **options,
       decode=False,
       enable_dropout=dropout_rng is not None,
-      **({} if return_logits else {'return_logits': False}),
       rngs=self._rngs(dropout_rng),
       flax_mutables=flax_mutables,
       mutable=mutable,
@@ -243,7 +245,9 @@ class EncoderDecoderModel(base.BaseTransformerModel):
       flax_mutables=flax_mutables,
       **options,
     )
-    if defaults.return_all_decodes if return_all_decodes is None else return_all_decodes:
+    if return_all_decodes is None:
+      return_all_decodes = defaults.return_all_decodes
+    if return_all_decodes:
       return sequences, {'scores': scores}
     return sequences[:, -1], {'scores': scores[:, -1]}
 

@@ -149,7 +149,8 @@ def call_decode_fn(
     results = [result]
   shapes = [getattr(x, 'shape', type(x).__name__) for x in results]
   rows = (inputs.shape[0], num_decodes)
-  if len(shapes) != 2 or len(shapes[0]) != 3 or shapes[0][:2] != rows or shapes[1] != rows:
+  is_valid = len(shapes) == 2 and len(shapes[0]) == 3
+  if not is_valid or shapes[0][:2] != rows or shapes[1] != rows:
     raise errors.ConfigError(
       f'`decode_fn` must return (sequences of shape [batch, num_decodes, length], scores [batch, num_decodes]) with '
       f'batch={rows[0]} and num_decodes={num_decodes}, got {shapes} from {_name(decode_fn)}. Return both arrays.'

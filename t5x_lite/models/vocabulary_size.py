@@ -22,13 +22,16 @@ def check_vocabulary_fits(name: str, vocabulary: Any, network_vocab_size: int) -
       f'The {name} cannot be loaded: {reason}. If its file is missing or cannot be reached, '
       'copy it to this machine and set VOCABULARY_FILE to its path.'
     ) from error
-  if size is vocabulary or size > network_vocab_size:
-    raise checks.invalid(
-      '',
-      name,
-      f'a vocabulary with vocab_size <= {network_vocab_size}, that of the network',
-      size,
-      'Set VOCABULARY, e.g. to @vocabularies.ByteVocabulary().'
-      if size is vocabulary
-      else "Increase vocab_size in the network's config, or use a smaller vocabulary.",
-    )
+  if size is vocabulary:
+    remedy = 'Set VOCABULARY, e.g. to @vocabularies.ByteVocabulary().'
+  elif size > network_vocab_size:
+    remedy = "Increase vocab_size in the network's config, or use a smaller vocabulary."
+  else:
+    return
+  raise checks.invalid(
+    '',
+    name,
+    f'a vocabulary with vocab_size <= {network_vocab_size}, that of the network',
+    size,
+    remedy,
+  )

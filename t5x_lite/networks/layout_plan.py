@@ -125,7 +125,8 @@ def layer_tables(shapes: Mapping[str, Any]) -> tuple[str, ...]:
   Args:
     shapes: parameters by name, in the layout 'scalable_t5'.
   """
-  return tuple(name for stack in _STACKS if (name := f'{stack}/{stack}/{_TABLE}') in shapes)
+  names = [f'{stack}/{stack}/{_TABLE}' for stack in _STACKS]
+  return tuple(name for name in names if name in shapes)
 
 
 def tables_are_equal(table: np.ndarray) -> bool:
@@ -134,7 +135,8 @@ def tables_are_equal(table: np.ndarray) -> bool:
   Args:
     table: <float>[num_heads, layers, num_buckets].
   """
-  return all(np.array_equal(table[:, 0], table[:, i]) for i in range(1, table.shape[_LAYERS_DIM]))
+  num_layers = table.shape[_LAYERS_DIM]
+  return all(np.array_equal(table[:, 0], table[:, i]) for i in range(1, num_layers))
 
 
 def _is_layered(stack: str, rest: str) -> bool:
@@ -164,13 +166,15 @@ def _plan_stacked(stack: str, of_stack: Mapping[str, Any], heads: int) -> dict[s
   result = {}
   for rest, leaf in layers[0].items():
     names = tuple(f'{stack}/layers_{i}/{rest}' for i in range(len(layers)))
-    dtype = np.result_type(*(layers[i][rest].dtype for i in layers))
+    dtypes = [layer[rest].dtype for layer in layers.values()]
+    dtype = np.result_type(*dtypes)
     shape = _split_shape(rest, tuple(leaf.shape), heads)
     result[f'{stack}/{stack}/{rest}'] = _stacked(names, shape, dtype)
   if _TABLE in of_stack:
     table = of_stack[_TABLE]
     names = (f'{stack}/{_TABLE}',) * len(layers)
-    result[f'{stack}/{stack}/{_TABLE}'] = _stacked(names, tuple(table.shape), np.dtype(table.dtype))
+    shape = tuple(table.shape)
+    result[f'{stack}/{stack}/{_TABLE}'] = _stacked(names, shape, np.dtype(table.dtype))
   return result
 
 

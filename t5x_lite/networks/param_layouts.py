@@ -9,6 +9,7 @@ second moments. They work on NumPy arrays without a device, and on JAX arrays in
 """
 
 from collections.abc import Mapping
+import functools
 from typing import Any
 
 import jax
@@ -51,6 +52,11 @@ def _xp(leaf: Any) -> Any:
   return jax.numpy
 
 
+def _stack_leaves(*leaves: Any) -> Any:
+  """Return the leaves of all layers as one array, with a dim for the layers."""
+  return _xp(leaves[0]).stack(leaves, _LAYERS_DIM)
+
+
 def _map_attention_kernels(layer: Params, fn) -> dict[str, Any]:
   """Return `layer` with `fn(name of the projection, kernel)` for every attention kernel."""
 
@@ -77,14 +83,16 @@ def _flatten_kernel(projection: str, kernel: Any) -> Any:
 def _unflatten_kernel(config: StackConfig, projection: str, kernel: Any) -> Any:
   """Split the heads and kv dims of an attention kernel of one layer."""
   heads = (config.num_heads, config.head_dim)
+  if projection == 'out':
+    joined_dim = 0
+    shape = (*heads, -1)
+  else:
+    joined_dim = 1
+    shape = (-1, *heads)
   joined = config.num_heads * config.head_dim
-  _check_kernel(
-    projection,
-    kernel,
-    kernel.ndim == 2 and kernel.shape[0 if projection == 'out' else 1] == joined,
-    f'two dims, with num_heads * head_dim = {joined}',
-  )
-  return kernel.reshape((*heads, -1) if projection == 'out' else (-1, *heads))
+  is_valid = kernel.ndim == 2 and kernel.shape[joined_dim] == joined
+  _check_kernel(projection, kernel, is_valid, f'two dims, with num_heads * head_dim = {joined}')
+  return kernel.reshape(shape)
 
 
 def _check_kernel(projection: str, kernel: Any, is_valid: bool, expectation: str) -> None:
@@ -110,10 +118,12 @@ def _read_stack(
     got = len(found)
   else:
     stacked = tree_utils.to_dict(subtree[stack])
-    got = {
-      leaf.shape[_LAYERS_DIM] if leaf.ndim > _LAYERS_DIM else None
-      for leaf in jax.tree.leaves(stacked)
-    }
+    got = set()
+    for leaf in jax.tree.leaves(stacked):
+      count = None
+      if leaf.ndim > _LAYERS_DIM:
+        count = leaf.shape[_LAYERS_DIM]
+      got.add(count)
     is_valid = got == {num_layers}
   if not is_valid:
     raise ConfigError(
@@ -188,10 +198,8 @@ def convert(
     if to_layout == 't5':
       rest.update({f'layers_{i}': layer for i, layer in enumerate(layers)})
     else:
-      unflat = [
-        _map_attention_kernels(layer, lambda name, k: _unflatten_kernel(config, name, k))
-        for layer in layers
-      ]
-      rest[stack] = jax.tree.map(lambda *leaves: _xp(leaves[0]).stack(leaves, _LAYERS_DIM), *unflat)
+      unflatten = functools.partial(_unflatten_kernel, config)
+      unflat = [_map_attention_kernels(layer, unflatten) for layer in layers]
+      rest[stack] = jax.tree.map(_stack_leaves, *unflat)
     result[stack] = rest
   return result

@@ -156,7 +156,10 @@ class _Store:
       kinds: kind of each layer.
     """
     params = self._owner.variables.get('params', {})
-    stack_of = {layer: name for name in params for layer in layer_stacks.layers_of(name)}
+    stack_of = {}
+    for name in params:
+      for layer in layer_stacks.layers_of(name):
+        stack_of[layer] = name
     return kinds_of([(kind, stack_of.get(layer, layer)) for layer, kind in enumerate(kinds)])
 
   def read_layers(self) -> list[Variables]:
@@ -174,9 +177,10 @@ class _Store:
       if self._tree.is_stacked(collection):
         if self._tree.name in tree:
           axis = self._axis(collection)
+          stacked = tree_utils.to_dict(tree[self._tree.name])
+          # [repeats, ...]: `lax.scan` loops over the first dim.
           period[0][collection] = jax.tree.map(
-            lambda a, axis=axis: jnp.moveaxis(a, axis(a.ndim - 1), 0),
-            tree_utils.to_dict(tree[self._tree.name]),
+            lambda a, axis=axis: jnp.moveaxis(a, axis(a.ndim - 1), 0), stacked
           )
         continue
       subtrees = None
@@ -188,13 +192,11 @@ class _Store:
           continue
         if subtrees is None:
           subtrees = self._subtrees(collection, tree)
-        else:
-          subtrees = subtrees
-        parts = [subtrees[i] for i in numbers if i in subtrees]
-        if len(parts) == len(numbers):
+        found = [i for i in numbers if i in subtrees]
+        if len(found) == len(numbers):
+          parts = [subtrees[i] for i in found]
           variables[collection] = stack_trees(parts, lambda ndim: 0)
-        elif parts:
-          found = [i for i in numbers if i in subtrees]
+        elif found:
           raise ConfigError(
             f'Layers of one loop must all have variables {collection!r} or none, got them in {found} '
             f'of {list(numbers)}. Set scan_layers=False.'
@@ -203,24 +205,26 @@ class _Store:
 
   def write_layers(self, layers: Mapping[int, Variables]) -> None:
     """Store the updated variables of layers, by layer number."""
-    for collection in dict.fromkeys(name for layer in layers.values() for name in layer):
-      self._put(
-        collection, {i: layer[collection] for i, layer in layers.items() if collection in layer}
-      )
+    by_collection: dict[str, dict[int, PyTree]] = {}
+    for i, layer in layers.items():
+      for collection, part in layer.items():
+        by_collection.setdefault(collection, {})[i] = part
+    for collection, parts in by_collection.items():
+      self._put(collection, parts)
 
   def _put(self, collection: str, parts: Mapping[int, PyTree]) -> None:
     """Store the variables of layers in `collection`, by layer number."""
     if self._tree.is_stacked(collection):
       axis = self._axis(collection)
       trees = list(parts.values())
-      if len(trees) != self._num_layers or any(_form(tree) != _form(trees[0]) for tree in trees):
+      are_equal = all(_form(tree) == _form(trees[0]) for tree in trees)
+      if len(trees) != self._num_layers or not are_equal:
         raise ConfigError(
           f"With param_layout='scalable_t5' all layers must have equal variables, but those of collection "
           f'{collection!r} differ. {_UNEQUAL_LAYERS_REMEDY}'
         )
-      self._owner.put_variable(
-        collection, self._tree.name, _add_layers_axis(stack_trees(trees, axis), axis)
-      )
+      stacked = _add_layers_axis(stack_trees(trees, axis), axis)
+      self._owner.put_variable(collection, self._tree.name, stacked)
       return
     for i, part in parts.items():
       self._owner.put_variable(collection, self._tree.layer_name(i), part)
@@ -280,7 +284,8 @@ class _Runner:
 
   def _layer_fn(self, layer: nn.Module) -> Callable[..., tuple[PyTree, Variables]]:
     """Return `layer` as a function of its variables: (index, variables, keys, x, operands) to (x, updates)."""
-    mutable, options = self._mutable, dict(self._options, method=self._method)
+    mutable = self._mutable
+    options = dict(self._options, method=self._method)
     initializing = self._owner.is_initializing()
 
     def run_layer(index, variables, keys, x, operands):
@@ -291,7 +296,11 @@ class _Runner:
         x, updates = layer.init_with_output(rngs, x, *operands, mutable=mutable, **options)
       else:
         result = layer.apply(variables, x, *operands, rngs=rngs, mutable=mutable, **options)
-        x, updates = (result, {}) if mutable is False else result
+        if mutable is False:
+          x = result
+          updates = {}
+        else:
+          x, updates = result
       return x, {collection: tree_utils.to_dict(update) for collection, update in updates.items()}
 
     run_layer.__name__ = type(layer).__name__
@@ -299,12 +308,10 @@ class _Runner:
 
   def loop(self, segment: Segment, x: PyTree) -> PyTree:
     """Run a repeated segment in a `lax.scan`."""
-    start, period, repeats = segment
-    kinds = kinds_of(self._layers[start : start + period])
-    bodies = [
-      self._remat(self._layer_fn(layer), in_loop=True)
-      for layer in self._layers[start : start + period]
-    ]
+    period = segment.period
+    layers = self._layers[segment.start : segment.start + period]
+    kinds = kinds_of(layers)
+    bodies = [self._remat(self._layer_fn(layer), in_loop=True) for layer in layers]
     if period > 1:
       # Equal layers are traced once, as outside of loops.
       bodies = [jax.jit(body) for body in bodies]
@@ -317,23 +324,18 @@ class _Runner:
         updates.append(update)
       return x, updates
 
-    indices = [
-      jnp.arange(numbers.start, numbers.stop, numbers.step, dtype=jnp.uint32)
-      for numbers in map(segment.layers_at, range(period))
-    ]
+    # uint32 [repeats] for each layer of the period: numbers of the layers, from which their random numbers are derived.
+    indices = []
+    for offset in range(period):
+      numbers = segment.layers_at(offset)
+      indices.append(jnp.arange(numbers.start, numbers.stop, numbers.step, dtype=jnp.uint32))
     x, updates = lax.scan(body, x, (indices, self._store.read_segment(segment)))
-    self._store.write_segment(
-      segment,
-      [
-        {
-          name: update
-          for name, update in updated.items()
-          if self._owner.is_mutable_collection(name)
-        }
-        for updated in updates
-      ],
-    )
+    self._store.write_segment(segment, [self._mutable_part(updated) for updated in updates])
     return x
+
+  def _mutable_part(self, updates: Variables) -> Variables:
+    is_mutable = self._owner.is_mutable_collection
+    return {name: update for name, update in updates.items() if is_mutable(name)}
 
   def one_by_one(self, variables: Mapping[int, Variables], x: PyTree) -> PyTree:
     """Run layers one after the other, given their variables by layer number."""
@@ -436,11 +438,8 @@ def run_layers(
   if is_step and tree.stacked:
     # The slices of stacked parameters are the same in all steps. Without a barrier the compiler does not move them out
     # of the loop over steps, and copies all parameters in each step.
-    layer_variables = {
-      i: {
-        name: lax.optimization_barrier(variables) if tree.is_stacked(name) else variables
-        for name, variables in layer.items()
-      }
-      for i, layer in layer_variables.items()
-    }
+    for layer in layer_variables.values():
+      for name, variables in layer.items():
+        if tree.is_stacked(name):
+          layer[name] = lax.optimization_barrier(variables)
   return runner.one_by_one(layer_variables, x)

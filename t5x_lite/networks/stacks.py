@@ -303,6 +303,9 @@ class Decoder(Stack):
         arrays=layers.uses_arrays(kernel, length, encoder.tokens.shape[1]),
       )
 
+    fresh = ()
+    if cache.prefill:
+      fresh = ('cache',)
     y = self._embed(decoder_input_tokens, deterministic)
     y = run(
       y,
@@ -312,7 +315,7 @@ class Decoder(Stack):
       self._tokens('decoder', decoder_input_tokens, real),
       cache,
       deterministic=deterministic,
-      fresh=('cache',) if cache.prefill else (),
+      fresh=fresh,
     )
     projection = self._project(y, deterministic)
     if return_logits:
@@ -477,16 +480,16 @@ class StackNetwork(Network):
   @property
   def custom_blocks(self) -> tuple[str, ...]:
     """Names of the attributes `attention_fn` and `position_encoding` that differ from T5's."""
-    layers_of = [
-      (stack, i)
-      for stack in self.config.LAYER_COUNTS
-      for i in range(self.config.num_layers_of(stack))
-    ]
-    is_t5 = {
-      'attention_fn': all(self.attention_fn(stack, i) is t5_attention for stack, i in layers_of),
-      'position_encoding': self.position_encoding == RELATIVE_POSITIONS,
-    }
-    return tuple(name for name, value in is_t5.items() if not value)
+    factories = []
+    for stack in self.config.LAYER_COUNTS:
+      for i in range(self.config.num_layers_of(stack)):
+        factories.append(self.attention_fn(stack, i))
+    names = []
+    if any(factory is not t5_attention for factory in factories):
+      names.append('attention_fn')
+    if self.position_encoding != RELATIVE_POSITIONS:
+      names.append('position_encoding')
+    return tuple(names)
 
   def _stack(self, stack_cls: type[Stack], shared_embedding: nn.Module | None = None) -> Stack:
     """Return an encoder or decoder of this network's layers."""
@@ -507,20 +510,20 @@ class StackNetwork(Network):
   @property
   def scanned_layers(self) -> dict[str, list[tuple[int, ...]]]:
     """Numbers of the layers that a loop runs at one position of its body, by stack, as `scan.run_layers` does."""
+    if self.config.scan_layers is False or self.config.stacked_params:
+      return {}
     result = {}
-    scan_layers = self.config.scan_layers
-    if scan_layers is not False and not self.config.stacked_params:
-      for stack in self.config.LAYER_COUNTS:
-        layers_of_stack = range(self.config.num_layers_of(stack))
-        kinds = kinds_of(
-          [(self.feed_forward_fn(stack, i), self.attention_fn(stack, i)) for i in layers_of_stack]
-        )
-        result[stack] = [
-          tuple(segment.layers_at(offset))
-          for segment in find_segments(kinds)
-          if segment.repeats >= self.min_stacked_layers
-          for offset in range(segment.period)
-        ]
+    for stack in self.config.LAYER_COUNTS:
+      layers_of_stack = range(self.config.num_layers_of(stack))
+      kinds = kinds_of(
+        [(self.feed_forward_fn(stack, i), self.attention_fn(stack, i)) for i in layers_of_stack]
+      )
+      result[stack] = []
+      for segment in find_segments(kinds):
+        if segment.repeats < self.min_stacked_layers:
+          continue
+        for offset in range(segment.period):
+          result[stack].append(tuple(segment.layers_at(offset)))
     return result
 
   @property

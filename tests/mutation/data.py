@@ -118,8 +118,8 @@ MUTANTS = (
   Mutant(
     'prepared_batches_count_as_handed_out',
     't5x_lite/data/table_iterator.py',
-    '      cursor = self._past_cursors[-num]\n',
-    '      cursor = self._cursor\n',
+    'cursor = self._past_cursors[-num]',
+    'cursor = self._cursor',
     'tests/data/test_streams.py::test_resumes_exactly',
   ),
   Mutant(

@@ -63,8 +63,8 @@ MUTANTS = (
   Mutant(
     'rows_draw_alike_whatever_their_place',
     't5x_lite/decoding/sampling.py',
-    'num_noise = rows\n',
-    'num_noise = 1\n',
+    'num_noise = rows',
+    'num_noise = 1',
     'tests/decoding/test_sampling.py::test_draws_follow_the_distribution_that_the_options_leave',
   ),
   Mutant(

@@ -4,6 +4,7 @@ They come from Python 3.11's standard library and are under its licence, which p
 `PSF-LICENSE.txt` and `NOTICE.txt` in this folder.
 """
 
+from collections.abc import Iterable
 import functools
 import gzip
 import hashlib
@@ -40,22 +41,21 @@ def _read(name: str) -> dict:
   return json.loads(gzip.decompress((_FOLDER / f'{name}.json.gz').read_bytes()))['splits']
 
 
+def _hash(example: Iterable[str]) -> bytes:
+  """Return the key of a fixed random order of examples."""
+  return hashlib.sha256('\t'.join(example).encode('utf-8')).digest()
+
+
 @functools.cache
 def python_keyword_cloze(split: str) -> tuple[ClozeExample, ...]:
   """Return the examples of `split` ('train': 11,000, 'validation': 1,000), in a fixed random order.
 
   No file of the library has lines in both splits, and no line occurs twice.
   """
-  examples = [
-    ClozeExample(line, keyword)
-    for keyword, lines in _read('python_keyword_cloze')[split].items()
-    for line in lines
-  ]
-  return tuple(
-    sorted(
-      examples, key=lambda example: hashlib.sha256('\t'.join(example).encode('utf-8')).digest()
-    )
-  )
+  examples = []
+  for keyword, lines in _read('python_keyword_cloze')[split].items():
+    examples += [ClozeExample(line, keyword) for line in lines]
+  return tuple(sorted(examples, key=_hash))
 
 
 @functools.cache
@@ -65,16 +65,12 @@ def python_function_cloze(split: str) -> tuple[FunctionExample, ...]:
   The source has whole lines, at most `CONTEXT_BYTES` bytes of ASCII without the body; a body has 64 to 511. No module
   of the library is in both splits, and no body occurs twice.
   """
-  examples = [
-    FunctionExample(_context(module['text'], start, end), module['text'][start:end])
-    for module in _read('python_function_cloze')[split]
-    for start, end in module['bodies']
-  ]
-  return tuple(
-    sorted(
-      examples, key=lambda example: hashlib.sha256('\t'.join(example).encode('ascii')).digest()
-    )
-  )
+  examples = []
+  for module in _read('python_function_cloze')[split]:
+    text = module['text']
+    for start, end in module['bodies']:
+      examples.append(FunctionExample(_context(text, start, end), text[start:end]))
+  return tuple(sorted(examples, key=_hash))
 
 
 def _context(text: str, start: int, end: int) -> str:

@@ -68,19 +68,15 @@ class TableSource(base.DataSource):
   ) -> tuple[FeatureConverter, list[tuple[BuiltinTask, TrimmedExamples]]]:
     """Return the converter, and each task with its examples."""
     tasks = self.tasks()
-    lengths = self.cfg.task_feature_lengths
+    lengths = self.cfg.known_lengths
     converter = self.get_converter(feature_converter)
     for task in tasks:
       converter.check(lengths, list(task.vocabularies), task.name)
-    return converter, [
-      (
-        task,
-        TrimmedExamples(
-          task.table(self.cfg.split, lengths), lengths, self.cfg.trim_output_features
-        ),
-      )
-      for task in tasks
-    ]
+    opened = []
+    for task in tasks:
+      table = task.table(self.cfg.split, lengths)
+      opened.append((task, TrimmedExamples(table, lengths, self.cfg.trim_output_features)))
+    return converter, opened
 
   def open_train_iterator(self, layout: Any, feature_converter: Any) -> HostIterator:
     """See base class."""
@@ -94,9 +90,10 @@ class TableSource(base.DataSource):
     self, layout: Any, eval_steps: int | None, feature_converter: Any
   ) -> dict[str, EvalBatches]:
     """See base class."""
-    cfg, own = self.cfg, shard_rows(layout)
+    cfg = self.cfg
+    own = shard_rows(layout)
     converter, opened = self._open(feature_converter)
-    spec = converter.element_spec(cfg.task_feature_lengths, layout.batch_size, cfg.pack)
+    spec = converter.element_spec(cfg.known_lengths, layout.batch_size, cfg.pack)
     # Packed rows hold at least one example, so this number of examples is sufficient.
     if eval_steps is None or cfg.pack:
       limit = None
@@ -112,13 +109,16 @@ class TableSource(base.DataSource):
         return rows[: eval_steps * layout.batch_size]
 
       rows = prepare()
-      keep = rows if cfg.use_memory_cache else None
+      kept = None
+      if cfg.use_memory_cache:
+        kept = rows
       num_batches = -(-len(rows) // layout.batch_size)
 
       def batches() -> Iterator[HostBatch]:
-        for _, batch in self._batches(
-          prepare() if keep is None else keep, layout.batch_size, own, converter
-        ):
+        current = kept
+        if current is None:
+          current = prepare()
+        for _, batch in self._batches(current, layout.batch_size, own, converter):
           yield batch
 
       return EvalBatches(batches, spec, num_batches, len(rows))
@@ -230,11 +230,12 @@ class TableSource(base.DataSource):
     self, name: str, table: TrimmedExamples, limit: int | None
   ) -> tuple[np.ndarray, list[dict[str, np.ndarray]]]:
     """Return (numbers, examples) of one epoch of `table`, at most `limit`, in the order of `cfg`."""
-    count = len(table) if limit is None else min(limit, len(table))
-    numbers = TaskStream(name, table, self.cfg.effective_seed, self.cfg.shuffle).numbers(
-      np.arange(count)
-    )
-    return numbers, table.examples(self.cfg.effective_seed, numbers)
+    count = len(table)
+    if limit is not None:
+      count = min(limit, count)
+    seed = self.cfg.effective_seed
+    numbers = TaskStream(name, table, seed, self.cfg.shuffle).numbers(np.arange(count))
+    return numbers, table.examples(seed, numbers)
 
   def _rows(
     self, examples: Sequence[Mapping[str, np.ndarray]], converter: FeatureConverter
@@ -242,12 +243,12 @@ class TableSource(base.DataSource):
     """Return the rows of an evaluation: packed by groups if `cfg.pack`, otherwise one example each."""
     if not self.cfg.pack:
       return [(example,) for example in examples]
-    size = converter.pack_group_size(self.cfg.task_feature_lengths)
-    return [
-      row
-      for start in range(0, len(examples), size)
-      for row in converter.pack(examples[start : start + size], self.cfg.task_feature_lengths)
-    ]
+    lengths = self.cfg.known_lengths
+    size = converter.pack_group_size(lengths)
+    rows: list[Row] = []
+    for start in range(0, len(examples), size):
+      rows += converter.pack(examples[start : start + size], lengths)
+    return rows
 
   def _batches(
     self, rows: Sequence[Row], batch_size: int, own: slice, converter: FeatureConverter
