@@ -31,9 +31,8 @@ class CheckpointManagerConstructor(Protocol):
     restore_dtype: Any = None,
     keep: int | None = None,
     period: int | None = None,
-    checkpoint_steps: Sequence[int] | None = None,
-    keep_dataset_checkpoints: int | None = None,
     force_keep_period: int | None = None,
+    checkpoint_steps: Sequence[int] | None = None,
   ) -> OrbaxCheckpointManagerInterface:
     """Return the manager; see `OrbaxCheckpointManagerInterface`."""
     ...
