@@ -60,7 +60,8 @@ class SaveCheckpointConfig(options.SaveOptions):
 
   checkpointer_cls: checkpointer.CheckpointerConstructor | None = Checkpointer
   state_transformation_fns: Sequence[Any] = dataclasses.field(default_factory=tuple)
-  checkpoint_manager_cls: manager_interface.CheckpointManagerConstructor | None = (
+  # The class has T5X's order of arguments, which differs from that of T5X's protocol; they are passed by name.
+  checkpoint_manager_cls: manager_interface.CheckpointManagerConstructor | None = (  # pyright: ignore[reportAssignmentType]
     OrbaxCheckpointManagerInterface
   )
 
@@ -121,7 +122,8 @@ class RestoreCheckpointConfig(options.RestoreOptions):
   """
 
   checkpointer_cls: checkpointer.CheckpointerConstructor | None = Checkpointer
-  checkpoint_manager_cls: manager_interface.CheckpointManagerConstructor | None = (
+  # The class has T5X's order of arguments, which differs from that of T5X's protocol; they are passed by name.
+  checkpoint_manager_cls: manager_interface.CheckpointManagerConstructor | None = (  # pyright: ignore[reportAssignmentType]
     OrbaxCheckpointManagerInterface
   )
 
