@@ -59,7 +59,7 @@ except RuntimeError:
   )
 
 
-def numpy_elements(dataset: tf.data.Dataset) -> Iterator[Any]:
+def numpy_elements(dataset: 'tf.data.Dataset') -> Iterator[Any]:
   """Return an iterator of a dataset's elements, dicts of NumPy arrays and bytes or tuples of them."""
   return dataset.as_numpy_iterator()
 
