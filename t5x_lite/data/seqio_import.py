@@ -64,7 +64,7 @@ def numpy_elements(dataset: 'tf.data.Dataset') -> Iterator[Any]:
   return dataset.as_numpy_iterator()
 
 
-def element_specs(dataset: tf.data.Dataset) -> Mapping[str, Any]:
+def element_specs(dataset: 'tf.data.Dataset') -> Mapping[str, Any]:
   """Return feature name to `tf.TensorSpec` of a dataset whose elements are dicts."""
   specs: Any = dataset.element_spec  # TensorFlow's annotation allows any structure.
   return specs
@@ -77,7 +77,7 @@ def as_text(value: Any) -> Any:
   return value
 
 
-def dataset_of(columns: Any) -> tf.data.Dataset:
+def dataset_of(columns: Any) -> 'tf.data.Dataset':
   """Return the dataset of the rows of `columns`, feature name to values of all rows."""
   return tf.data.Dataset.from_tensor_slices(columns)
 
