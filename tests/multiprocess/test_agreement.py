@@ -43,7 +43,7 @@ def _commands(folder):
         *train,
         f'--gin.MODEL_DIR={run}-diverging',
         '--gin.NON_FINITE_POLICY=roll_back',
-        '--gin.schedules.create_learning_rate_scheduler.base_learning_rate=1e30',
+        '--gin.schedules.create_learning_rate_scheduler.base_learning_rate=1e38',
         '--gin.trainer.NonFinitePolicy.max_roll_backs=1',
       ],
       3,
