@@ -22,16 +22,16 @@ _DEVICES = '--xla_force_host_platform_device_count=8'
 if _DEVICES not in os.environ.get('XLA_FLAGS', ''):
   os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {_DEVICES}'.strip()
 # Tests compile much and compute little: programs are compiled with few optimizations, in one piece each (in parallel
-# pieces they cost a third more) and without XLA's newer code generator for fusions, which costs a quarter more (from
-# JAX 0.11 on there is no other, but a preset), and equal programs only once, in this process, its workers and the
-# programs that tests start, which have the flag of the commands. Set JAX_COMPILATION_CACHE_DIR to keep them from one
-# session to the next.
+# pieces they cost a third more) and without XLA's newer code generator for fusions, which costs a quarter more (JAX
+# 0.11 and later have no other, and XLA's preset FAST_COMPILE changes nothing), and equal programs only once, in this
+# process, its workers and the programs that tests start, which have the flag of the commands. TensorFlow reads the same
+# variable and ends a process for a flag that its own XLA does not know. Set JAX_COMPILATION_CACHE_DIR to keep the
+# programs from one session to the next.
 os.environ.setdefault('JAX_DISABLE_MOST_OPTIMIZATIONS', 'true')
+_FAST_COMPILE = ['--xla_cpu_parallel_codegen_split_count=1']
 if version.parse(metadata.version('jaxlib')) < version.parse('0.11'):
-  _FAST_COMPILE = '--xla_cpu_use_fusion_emitters=false'
-else:
-  _FAST_COMPILE = '--xla_cpu_opt_preset=FAST_COMPILE'
-for _flag in (_FAST_COMPILE, '--xla_cpu_parallel_codegen_split_count=1'):
+  _FAST_COMPILE.append('--xla_cpu_use_fusion_emitters=false')
+for _flag in _FAST_COMPILE:
   if _flag.split('=')[0] not in os.environ['XLA_FLAGS']:
     os.environ['XLA_FLAGS'] += f' {_flag}'
 runtime.compile_faster()

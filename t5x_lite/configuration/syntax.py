@@ -40,6 +40,8 @@ T5X_FILES = 't5x'
 _ENDS = (tokenize.NEWLINE, tokenize.NL, tokenize.ENDMARKER, tokenize.COMMENT)
 # First characters of values in gin's syntax.
 _OPENING = '\'"([{@%'
+# Python's tokenizer, from 3.12 on, of more than 200 open brackets.
+_TOO_MANY_BRACKETS = 'too many nested parentheses'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -390,11 +392,13 @@ def _syntax_message(
   error: SyntaxError | tokenize.TokenError | RecursionError, text: str, source: str, in_file: bool
 ) -> str:
   """Return the message of a syntax error: `file:line: error (text)`."""
-  if isinstance(error, RecursionError):
+  # Python 3.12 counts brackets before it reads a value; 3.11 reads it as deeply as its stack allows.
+  if isinstance(error, RecursionError) or _TOO_MANY_BRACKETS in str(error):
     return f'{source[:80]}: a value is nested too deeply. Close brackets earlier.'
   if isinstance(error, tokenize.TokenError):
     what, (line, _) = error.args
-    what = f'{what}: a bracket or a quotation mark is not closed'
+    if 'EOF' in what or 'unterminated' in what:
+      what = f'{what}: a bracket or a quotation mark is not closed'
   else:
     what = error.msg
     line = error.lineno or 0
@@ -468,8 +472,8 @@ def read_flag(key: str, value: str, flag: str) -> Text:
 
 def _is_value(text: str) -> bool:
   """Return whether gin reads the entire text as one value."""
-  parser = config_parser.ConfigParser(text, _Delegate())
   try:
+    parser = config_parser.ConfigParser(text, _Delegate())
     parser.parse_value()
   except (SyntaxError, tokenize.TokenError):
     return False

@@ -60,6 +60,7 @@ _CHEAP_PRIMITIVES = frozenset(
     'mul',
     'name',
     'neg',
+    'one_minus_square',  # of the derivative of tanh, from JAX 0.11 on
     'reshape',
     'rsqrt',
     'select_n',

@@ -123,6 +123,9 @@ def test_bare_lower_case_constants_are_rejected(word, remedy):
     (['STEPS={inputs: 3}'], ['not gin syntax']),
     (['ST EPS=3'], ["'ST EPS' is not the name"]),
     (['STEPS="abc'], ['not gin syntax']),
+    ([f'STEPS={"[" * 3000}{"]" * 3000}'], ['nested too deeply. Close brackets earlier.']),
+    # Not tokens of Python, but text all the same.
+    (['STEPS=5abc'], ["must be int for script.train.total_steps, got '5abc' of type str."]),
   ],
 )
 def test_rejected_flags(flags, fragments):

@@ -120,7 +120,12 @@ def test_a_loop_stores_no_weights_and_no_results_that_are_simple_to_repeat(num_d
     params, jax.random.key(1)
   )
   encoder = next(equation for equation in traced.jaxpr.eqns if equation.primitive.name == 'scan')
-  stored = [(x.aval.shape, x.aval.dtype) for x in encoder.outvars[encoder.params['num_carry'] :]]
+  # What a loop carries has the shape that its body returns; what it stores has the dim over layers, too.
+  stored = [
+    (outer.aval.shape, outer.aval.dtype)
+    for outer, inner in zip(encoder.outvars, encoder.params['jaxpr'].out_avals, strict=True)
+    if outer.aval.shape != inner.shape
+  ]
   # The dim over layers is the second one in parameters and the first one in a loop.
   weights = {
     (leaf.shape[1], leaf.shape[0], *leaf.shape[2:])

@@ -93,8 +93,9 @@ def test_a_checkpoint_in_a_store_is_read_and_damage_is_found(unpacked, store):
   values = read_all(local)
   for name, value in read_all(source).items():
     np.testing.assert_array_equal(value, values[name], err_msg=name)
-  # A listing for each .zarray at most, and one for all chunks.
-  assert store.proxy.count(operation='list') < len(samples.read_chunks(sample)) + 15
+  # A listing for each .zarray and one for all chunks (a listing for each chunk too would be two for each array), and
+  # those that threads and retries on a busy machine add.
+  assert store.proxy.count(operation='list') < 1.5 * len(samples.read_chunks(sample))
   chunk = stores_files.path(root) / 'target.token_embedder.embedding/0.0'
   content = chunk.read_bytes()
   chunk.unlink()
