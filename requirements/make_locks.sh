@@ -3,7 +3,8 @@
 set -eu
 cd "$(dirname "$0")/.."
 resolved=$(mktemp)
-trap 'rm -f "$resolved"' EXIT
+others=$(mktemp)
+trap 'rm -f "$resolved" "$others"' EXIT
 
 # lock NAME OPTIONS: writes requirements/lock-NAME.txt.
 lock() {
@@ -11,6 +12,18 @@ lock() {
   shift
   $COMPILE "$@" --override requirements/overrides.txt setup.py >"$resolved"
   { grep '^#' "$file"; grep -E "${ONLY:-.}" "$resolved"; } >"$file.new"
+  mv "$file.new" "$file"
+}
+
+# lock_more NAME OPTIONS: writes the lock of the extra `test-NAME`, without the packages of the locks of Pythons.
+lock_more() {
+  file=requirements/lock-$1.txt
+  extra=test-$1
+  shift
+  sed -n 's/^\([A-Za-z0-9._-]*==\).*/^\1/p' requirements/lock-3.*.txt >"$others"
+  $COMPILE --python-version 3.11 --extra "$extra" -c requirements/lock-3.11.txt "$@" setup.py >"$resolved"
+  # What only torch's CUDA builds ask for is not pinned: pip installs it where it takes such a build.
+  { grep '^#' "$file"; grep -v -f "$others" "$resolved" | grep -v -E '^(cuda-|nvidia-|triton=)'; } >"$file.new"
   mv "$file.new" "$file"
 }
 
@@ -26,3 +39,5 @@ lock_all 3.12
 lock_all 3.13
 lock core-3.14 --python-version 3.14 --extra test
 ONLY='^(jax-cuda13-|nvidia-)' lock cuda --python-version 3.12 --extra cuda -c requirements/lock-3.12.txt
+lock_more stores --override requirements/overrides.txt
+lock_more interop
