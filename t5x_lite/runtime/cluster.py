@@ -207,14 +207,11 @@ def end(status: int = 0) -> None:
     all_are_there = False
   if not all_are_there:
     monitor.leave(status)
-  # Another process may be killed before it comes to this barrier.
-  limit = threading.Timer(_SHUTDOWN_SECONDS, os._exit, (status,))
-  limit.daemon = True
-  limit.start()
   import jax
 
-  jax.distributed.shutdown()
-  limit.cancel()
+  # Another process may be killed before it comes to this barrier.
+  if not monitor.caller.returns_within(_SHUTDOWN_SECONDS, jax.distributed.shutdown):
+    os._exit(status)
   monitor_lib.set_current_monitor(None)
 
 

@@ -3,11 +3,13 @@
 from collections.abc import Callable
 import contextlib
 import ctypes
+import queue
 import re
 import signal
 import socket
 import threading
-from typing import Protocol
+from typing import Protocol, TypeAlias
+import weakref
 
 # Errors of collectives and barriers when another process has gone.
 _BROKEN = re.compile(
@@ -16,6 +18,8 @@ _BROKEN = re.compile(
   re.IGNORECASE,
 )
 _BROKEN_EAGERLY = re.compile(r'(gloo|nccl) \w+ failed', re.IGNORECASE)
+# Functions to call, and what to set after each; None ends a thread.
+_Calls: TypeAlias = 'queue.SimpleQueue[tuple[Callable[[], object], threading.Event] | None]'
 
 
 class Store(Protocol):
@@ -34,17 +38,43 @@ class Store(Protocol):
     ...
 
 
-def returns_within(seconds: float, fn: Callable[[], object]) -> bool:
-  """Call a function in another thread; return whether it returned within the time."""
-  done = threading.Event()
+class Caller:
+  """Calls functions in threads of its own, so that one that hangs holds up nobody for longer than its limit.
 
-  def run() -> None:
+  The threads exist from the beginning: from Python 3.12 on, none can be started once the main program has ended.
+  """
+
+  def __init__(self, num_threads: int = 8):
+    """Start the threads, each of which a call that never returns takes away."""
+    calls: _Calls = queue.SimpleQueue()
+    for _ in range(num_threads):
+      threading.Thread(target=_call_all, args=(calls,), name='t5x_lite-caller', daemon=True).start()
+    self._calls = calls
+    weakref.finalize(self, _end_threads, calls, num_threads).atexit = False
+
+  def start(self, fn: Callable[[], object]) -> threading.Event:
+    """Call a function, whose exceptions are dropped; return what is set after it."""
+    done = threading.Event()
+    self._calls.put((fn, done))
+    return done
+
+  def returns_within(self, seconds: float, fn: Callable[[], object]) -> bool:
+    """Call a function; return whether it ended within the time, also by an exception."""
+    return self.start(fn).wait(seconds)
+
+
+def _call_all(calls: _Calls) -> None:
+  while call := calls.get():
+    fn, done = call
     with contextlib.suppress(Exception):
       fn()
     done.set()
+    del call, fn, done  # an idle thread keeps nothing alive
 
-  threading.Thread(target=run, daemon=True).start()
-  return done.wait(seconds)
+
+def _end_threads(calls: _Calls, num_threads: int) -> None:
+  for _ in range(num_threads):
+    calls.put(None)
 
 
 def refuses_connections(address: str) -> bool:

@@ -25,9 +25,9 @@ import time
 from typing import Any, NoReturn
 
 from t5x_lite.errors import ExitCode, StoppedOnSignalError, is_of_other_process
+from t5x_lite.runtime.connections import Caller
 from t5x_lite.runtime.connections import Store
 from t5x_lite.runtime.connections import is_connection_error
-from t5x_lite.runtime.connections import returns_within
 from t5x_lite.runtime.failure import Failure
 from t5x_lite.runtime.failure import describe_error
 from t5x_lite.runtime.stacks import print_stacks
@@ -64,6 +64,7 @@ class Monitor:
     process: index of this process.
     num_processes: number of processes.
     stops: agreement on the point at which all processes stop after a signal to one of them.
+    caller: calls what may hang, also while Python ends.
   """
 
   def __init__(
@@ -95,6 +96,7 @@ class Monitor:
     self.process = process
     self.num_processes = num_processes
     self.stops = StopAgreement()
+    self.caller = Caller()
     self._store = store
     self._timeout = heartbeat_timeout_seconds
     self._is_gone_fn = is_gone_fn
@@ -256,18 +258,18 @@ class Monitor:
   def leave(self, status: int) -> NoReturn:
     """End this process after a failure. The lead waits for the others, since their connections end with it."""
     for stream in (sys.stdout, sys.stderr):
-      returns_within(_FLUSH_SECONDS, stream.flush)
+      self.caller.returns_within(_FLUSH_SECONDS, stream.flush)
     if self.process == 0:
       end = self._clock() + _LINGER_SECONDS
       while self._clock() < end and not self._others_have_left():
         time.sleep(_AGREEING_SECONDS)
     elif not self._has_lost_store:
       self._stage = 'ending'
-      returns_within(_CALL_SECONDS, self._send_beat)
+      self.caller.returns_within(_CALL_SECONDS, self._send_beat)
     self._exit_fn(status)
 
   def _others_have_left(self) -> bool:
-    if not returns_within(_CALL_SECONDS, self._read_beats):
+    if not self.caller.returns_within(_CALL_SECONDS, self._read_beats):
       return True
     now = self._clock()
     for process, (beat, at) in list(self._beats.items()):
@@ -282,9 +284,7 @@ class Monitor:
         return
       self._failure = failure
     self._has_failed.set()
-    threading.Thread(
-      target=self._end_after_grace, args=(failure,), name='t5x_lite-monitor-end', daemon=True
-    ).start()
+    self.caller.start(functools.partial(self._end_after_grace, failure))
 
   def _end_after_grace(self, failure: Failure) -> None:
     """End the process, whose main thread may hang in a collective with the one that failed."""
@@ -294,7 +294,7 @@ class Monitor:
       self.print_reason()
       if failure.process != self.process:
         for fn in self._end_fns:
-          returns_within(_FLUSH_SECONDS, functools.partial(fn, failure))
+          self.caller.returns_within(_FLUSH_SECONDS, functools.partial(fn, failure))
     finally:
       self.leave(failure.status)
 
@@ -315,7 +315,7 @@ class Monitor:
 
   def describe_processes(self) -> str:
     """Return a sentence that says where each process is, those that are behind first; empty if it is unknown."""
-    if self.process and not returns_within(_CALL_SECONDS, self._read_beats):
+    if self.process and not self.caller.returns_within(_CALL_SECONDS, self._read_beats):
       return ''
     groups: dict[tuple[int, str], dict[int, float]] = {}
     for process, (beat, at) in sorted(self._beats.items()):
@@ -490,13 +490,15 @@ class Monitor:
         continue
       num_signals += number != signal.SIGHUP
       if num_signals > 1:  # A main thread that does not hang has ended the process before.
-        threading.Timer(_HANDLER_SECONDS, self._exit_fn, (128 + number,)).start()
+        self.caller.start(functools.partial(self._exit_soon, 128 + number))
       request = f'{signal.Signals(number).name} to process {self.process}'
       self._is_suspicious = True
-      threading.Thread(
-        target=self._post, args=('stop',), kwargs={'request': request}, daemon=True
-      ).start()
+      self.caller.start(functools.partial(self._post, 'stop', request=request))
     return num_signals
+
+  def _exit_soon(self, status: int) -> None:
+    time.sleep(_HANDLER_SECONDS)
+    self._exit_fn(status)
 
   def _post(self, kind: str, **details: Any) -> None:
     """Write a message; give up if the store is gone."""
@@ -513,7 +515,7 @@ class Monitor:
             return
           number += 1
 
-    returns_within(_CALL_SECONDS, write)
+    self.caller.returns_within(_CALL_SECONDS, write)
 
 
 def _describe_group(step: int, phase: str, seconds: Mapping[int, float]) -> str:

@@ -187,7 +187,7 @@ MUTANTS = (
   Mutant(
     'a_hook_that_hangs_keeps_the_process',
     _MONITOR,
-    'returns_within(_FLUSH_SECONDS, functools.partial(fn, failure))',
+    'self.caller.returns_within(_FLUSH_SECONDS, functools.partial(fn, failure))',
     'fn(failure)',
     _MONITOR_TEST + 'test_what_is_called_at_the_end_may_hang',
   ),

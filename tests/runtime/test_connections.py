@@ -4,13 +4,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+import threading
 
 import jax
 import pytest
 
 from t5x_lite.errors import DataError
 from t5x_lite.runtime import connections
+from tests import processes
 
 
 @pytest.mark.parametrize(
@@ -43,9 +44,37 @@ def test_a_port_without_a_program_refuses():
 
 
 def test_a_call_is_waited_for_as_long_as_it_may_take():
-  assert connections.returns_within(10, lambda: None)
-  assert connections.returns_within(10, lambda: 1 / 0)
-  assert not connections.returns_within(0.05, lambda: time.sleep(1))
+  caller = connections.Caller(num_threads=2)
+  assert caller.returns_within(10, lambda: None)
+  assert caller.returns_within(10, lambda: 1 / 0)
+  may_end = threading.Event()
+  assert not caller.returns_within(0.05, may_end.wait)
+  # The other thread goes on.
+  assert caller.returns_within(10, lambda: None)
+  may_end.set()
+
+
+def test_calls_are_made_while_python_ends():
+  """From Python 3.12 on, no thread can be started then."""
+  program = """
+    import atexit
+    from t5x_lite.runtime import connections
+    caller = connections.Caller()
+    atexit.register(lambda: print(caller.returns_within(20, lambda: print('called'))))
+  """
+  with processes.start(program) as process:
+    assert process.communicate(timeout=60)[0] == 'called\nTrue\n'
+
+
+def test_threads_end_with_their_caller():
+  before = set(threading.enumerate())
+  caller = connections.Caller(num_threads=3)
+  threads = [thread for thread in threading.enumerate() if thread not in before]
+  assert len(threads) == 3 and all(thread.daemon for thread in threads)
+  del caller
+  for thread in threads:
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_a_thread_that_aborts_leaves_time_to_end():

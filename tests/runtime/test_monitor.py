@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -415,7 +416,8 @@ def test_the_process_that_is_behind_comes_first(asked, step, others):
     time.sleep(0.3)
     text = cluster.monitors[asked].describe_processes()
   behind = 'process 1' if step < 42 else 'processes 1, 2'
-  assert text == (
+  # A busy machine takes a second or two.
+  assert re.sub(r'for [0-5] s', 'for 0 s', text) == (
     f"Processes, the last one first: {behind} after step {step} in 'data' for 0 s; processes {others} "
     "after step 42 in 'step' for 0 s."
   )
