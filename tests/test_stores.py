@@ -303,10 +303,10 @@ def test_unreachable(store):
 
 def test_listing_lag(store):
   fs, kv = _filesystem(store), _kvstore(store)
-  with store.proxy.fault(listing_lag=0.5):
+  with store.proxy.fault(listing_lag=2.0):
     fs.pipe_file(f'{store.root}/old/a', b'')
     assert not kv.list().result() and not fs.exists(f'{store.root}/old')
-    time.sleep(0.5)
+    time.sleep(2.0)
     fs.pipe_file(f'{store.root}/old/b c', b'')
     fs.pipe_file(f'{store.root}/new/c', b'')
     assert kv.list().result() == [b'old/a'] and kv.read('old/b c').result().state == 'value'
