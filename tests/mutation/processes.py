@@ -10,17 +10,16 @@ MUTANTS = (
   Mutant(
     'a_failure_does_not_end_the_others',
     _MONITOR,
-    '    threading.Thread(\n      target=self._end_after_grace, args=(failure,), '
-    "name='t5x_lite-monitor-end', daemon=True\n    ).start()\n",
+    '    self.caller.start(functools.partial(self._end_after_grace, failure))\n',
     '',
     _MONITOR_TEST + 'test_an_error_ends_all_processes_with_its_status_and_name',
   ),
   Mutant(
     'the_own_failure_waits_for_the_main_thread',
     _MONITOR,
-    '    threading.Thread(\n      target=self._end_after_grace',
-    '    if failure.process != self.process or not failure.error: threading.Thread(\n'
-    '      target=self._end_after_grace',
+    '    self.caller.start(functools.partial(self._end_after_grace',
+    '    if failure.process != self.process or not failure.error: self.caller.start('
+    'functools.partial(self._end_after_grace',
     _MONITOR_TEST + 'test_the_own_failure_ends_a_process_that_hangs_while_it_closes_files',
   ),
   Mutant(
