@@ -57,7 +57,16 @@ FAST_TESTS := \
   tests/mutation/test_table.py \
   tests/optimizers/axes/test_rules.py \
   tests/optimizers/optax_adapter/test_option_checks.py \
-  tests/partitioning \
+  tests/partitioning/test_chunks.py \
+  tests/partitioning/test_explain.py \
+  tests/partitioning/test_golden.py \
+  tests/partitioning/test_layout.py \
+  tests/partitioning/test_mesh.py \
+  tests/partitioning/test_model_info.py \
+  tests/partitioning/test_param_axes.py \
+  tests/partitioning/test_partitioner.py \
+  tests/partitioning/test_rules.py \
+  tests/partitioning/test_tiles.py \
   tests/repository/test_layering.py \
   tests/repository/test_layout.py \
   tests/repository/test_mirror.py \
