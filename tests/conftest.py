@@ -23,7 +23,7 @@ if _DEVICES not in os.environ.get('XLA_FLAGS', ''):
   os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {_DEVICES}'.strip()
 # Tests compile much and compute little: programs are compiled with few optimizations, in one piece each (in parallel
 # pieces they cost a third more) and without XLA's newer code generator for fusions, which costs a quarter more (JAX
-# 0.11 and later have no other, and XLA's preset FAST_COMPILE changes nothing), and equal programs only once, in this
+# 0.11 and later have no other, and XLA's preset FAST_COMPILE is not faster), and equal programs only once, in this
 # process, its workers and the programs that tests start, which have the flag of the commands. TensorFlow reads the same
 # variable and ends a process for a flag that its own XLA does not know. Set JAX_COMPILATION_CACHE_DIR to keep the
 # programs from one session to the next.

@@ -49,7 +49,7 @@ def test_a_call_is_waited_for_as_long_as_it_may_take():
   assert caller.returns_within(10, lambda: 1 / 0)
   may_end = threading.Event()
   assert not caller.returns_within(0.05, may_end.wait)
-  # The other thread goes on.
+  # One of the two threads is left for further calls.
   assert caller.returns_within(10, lambda: None)
   may_end.set()
 
