@@ -110,7 +110,7 @@ help: ## list the targets
 train: $(STAMP) ## train the embedded recipe (about 2 minutes on 2 cores, set-up included); resumes a stopped run
 	$(PY) -m t5x_lite train --gin_file=$(RECIPE) --gin.MODEL_DIR=$(RUN) --gin.DATA_SOURCE=$(DATA_SOURCE) $(ARGS)
 
-test: $(STAMP) $(STORES_STAMP) lint ## run the linter and the test suite on 8 virtual CPU devices
+test: $(STAMP) $(STORES_STAMP) lint drop-old-programs ## run the linter and the test suite on 8 virtual CPU devices
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-fast: $(STAMP) lint ## run the linter and tests that answer within a minute
@@ -160,6 +160,14 @@ dist: $(STAMP) ## build the source distribution and the wheel in dist/
 	rm -rf dist build *.egg-info
 	mkdir dist
 	$(PY) -c "from setuptools import build_meta; build_meta.build_sdist('dist'); build_meta.build_wheel('dist')"
+
+# Most of the time of tests is compilation: compiled programs stay with the environment, those of a former version for
+# two weeks.
+test test-fast test-full mutants: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/$(VENV)/compiled
+
+.PHONY: drop-old-programs
+drop-old-programs:
+	@if [ -d $(VENV)/compiled ]; then find $(VENV)/compiled -type f -mtime +14 -delete; fi
 
 clean: ## remove the environment and build products (never runs/)
 	rm -rf $(VENV) $(INTEROP_VENV) build dist *.egg-info docs/_build docs/api docs/jupyter_execute .pytest_cache

@@ -6,13 +6,18 @@ resolved=$(mktemp)
 others=$(mktemp)
 trap 'rm -f "$resolved" "$others"' EXIT
 
+# write FILE: writes a lock, whose packages are the input, below the comment at its top.
+write() {
+  { grep '^#' "$1"; cat; } >"$1.new"
+  mv "$1.new" "$1"
+}
+
 # lock NAME OPTIONS: writes requirements/lock-NAME.txt.
 lock() {
   file=requirements/lock-$1.txt
   shift
   $COMPILE "$@" --override requirements/overrides.txt setup.py >"$resolved"
-  { grep '^#' "$file"; grep -E "${ONLY:-.}" "$resolved"; } >"$file.new"
-  mv "$file.new" "$file"
+  grep -E "${ONLY:-.}" "$resolved" | write "$file"
 }
 
 # lock_more NAME OPTIONS: writes the lock of the extra `test-NAME`, without the packages of the locks of Pythons.
@@ -23,8 +28,7 @@ lock_more() {
   sed -n 's/^\([A-Za-z0-9._-]*==\).*/^\1/p' requirements/lock-3.*.txt >"$others"
   $COMPILE --python-version 3.11 --extra "$extra" -c requirements/lock-3.11.txt "$@" setup.py >"$resolved"
   # What only torch's CUDA builds ask for is not pinned: pip installs it where it takes such a build.
-  { grep '^#' "$file"; grep -v -f "$others" "$resolved" | grep -v -E '^(cuda-|nvidia-|triton=)'; } >"$file.new"
-  mv "$file.new" "$file"
+  grep -v -f "$others" "$resolved" | grep -v -E '^(cuda-|nvidia-|triton=)' | write "$file"
 }
 
 # lock_all VERSION OPTIONS: the lock of a Python that has TensorFlow.

@@ -218,16 +218,18 @@ def _interrupts_that_are_not_lost() -> Iterator[None]:
   """Context within which Ctrl-C always raises KeyboardInterrupt.
 
   Python discards exceptions in destructors and in callbacks of weak references and of the garbage collector, of which
-  JAX has one. If it discards a KeyboardInterrupt there, the signal is sent again.
+  JAX has one. If it discards a KeyboardInterrupt there, the signal is sent again: to the main thread, since one that
+  another thread gets interrupts no call of the main thread that waits.
   """
   before = sys.unraisablehook
+  main_thread = threading.main_thread().ident
 
   def send_again(discarded: 'sys.UnraisableHookArgs') -> None:
     if issubclass(discarded.exc_type, KeyboardInterrupt):
       seconds = 0.1
       while True:
         try:
-          threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+          threading.Timer(seconds, signal.pthread_kill, (main_thread, signal.SIGINT)).start()
           break
         except (
           KeyboardInterrupt

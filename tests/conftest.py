@@ -25,9 +25,11 @@ if _DEVICES not in os.environ.get('XLA_FLAGS', ''):
 # pieces they cost a third more) and without XLA's newer code generator for fusions, which costs a quarter more (JAX
 # 0.11 and later have no other, and XLA's preset FAST_COMPILE is not faster), and equal programs only once, in this
 # process, its workers and the programs that tests start, which have the flag of the commands. TensorFlow reads the same
-# variable and ends a process for a flag that its own XLA does not know. Set JAX_COMPILATION_CACHE_DIR to keep the
-# programs from one session to the next.
+# variable and ends a process for a flag that its own XLA does not know. JAX_COMPILATION_CACHE_DIR
+# keeps the programs from one session to the next (`make test` sets it).
 os.environ.setdefault('JAX_DISABLE_MOST_OPTIMIZATIONS', 'true')
+# Lines of Python in programs would take 6 % of the time.
+os.environ.setdefault('JAX_TRACEBACK_IN_LOCATIONS_LIMIT', '0')
 _FAST_COMPILE = ['--xla_cpu_parallel_codegen_split_count=1']
 if version.parse(metadata.version('jaxlib')) < version.parse('0.11'):
   _FAST_COMPILE.append('--xla_cpu_use_fusion_emitters=false')

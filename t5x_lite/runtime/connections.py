@@ -3,6 +3,7 @@
 from collections.abc import Callable
 import contextlib
 import ctypes
+import functools
 import queue
 import re
 import signal
@@ -18,8 +19,8 @@ _BROKEN = re.compile(
   re.IGNORECASE,
 )
 _BROKEN_EAGERLY = re.compile(r'(gloo|nccl) \w+ failed', re.IGNORECASE)
-# Functions to call, and what to set after each; None ends a thread.
-_Calls: TypeAlias = 'queue.SimpleQueue[tuple[Callable[[], object], threading.Event] | None]'
+# Calls for the threads that wait; None ends one.
+_Calls: TypeAlias = 'queue.SimpleQueue[Callable[[], None] | None]'
 
 
 class Store(Protocol):
@@ -39,23 +40,27 @@ class Store(Protocol):
 
 
 class Caller:
-  """Calls functions in threads of its own, so that one that hangs holds up nobody for longer than its limit.
+  """Calls functions in threads of their own, so that one that hangs holds up nobody for longer than its limit.
 
-  The threads exist from the beginning: from Python 3.12 on, none can be started once the main program has ended.
+  From Python 3.12 on, no thread can be started once the main program has ended. A few threads wait for that time.
   """
 
-  def __init__(self, num_threads: int = 8):
-    """Start the threads, each of which a call that never returns takes away."""
+  def __init__(self, num_waiting: int = 8):
+    """Start the threads that wait. At the end of the program, a call that never returns takes one of them away."""
     calls: _Calls = queue.SimpleQueue()
-    for _ in range(num_threads):
+    for _ in range(num_waiting):
       threading.Thread(target=_call_all, args=(calls,), name='t5x_lite-caller', daemon=True).start()
     self._calls = calls
-    weakref.finalize(self, _end_threads, calls, num_threads).atexit = False
+    weakref.finalize(self, _end_threads, calls, num_waiting).atexit = False
 
   def start(self, fn: Callable[[], object]) -> threading.Event:
     """Call a function, whose exceptions are dropped; return what is set after it."""
     done = threading.Event()
-    self._calls.put((fn, done))
+    call = functools.partial(_call, fn, done)
+    try:
+      threading.Thread(target=call, name='t5x_lite-call', daemon=True).start()
+    except RuntimeError:  # The main program has ended, or the system has no more threads.
+      self._calls.put(call)
     return done
 
   def returns_within(self, seconds: float, fn: Callable[[], object]) -> bool:
@@ -63,17 +68,20 @@ class Caller:
     return self.start(fn).wait(seconds)
 
 
+def _call(fn: Callable[[], object], done: threading.Event) -> None:
+  with contextlib.suppress(Exception):
+    fn()
+  done.set()
+
+
 def _call_all(calls: _Calls) -> None:
   while call := calls.get():
-    fn, done = call
-    with contextlib.suppress(Exception):
-      fn()
-    done.set()
-    del call, fn, done  # an idle thread keeps nothing alive
+    call()
+    del call  # an idle thread keeps nothing alive
 
 
-def _end_threads(calls: _Calls, num_threads: int) -> None:
-  for _ in range(num_threads):
+def _end_threads(calls: _Calls, num_waiting: int) -> None:
+  for _ in range(num_waiting):
     calls.put(None)
 
 

@@ -205,10 +205,10 @@ MUTANTS = (
     'tests/runtime/test_stop_agreement.py::test_the_first_request_counts',
   ),
   Mutant(
-    'a_call_that_hangs_takes_all_threads',
+    'calls_share_the_threads_that_wait',
     't5x_lite/runtime/connections.py',
-    'for _ in range(num_threads):\n      threading',
-    'for _ in range(1):\n      threading',
+    "threading.Thread(target=call, name='t5x_lite-call', daemon=True).start()",
+    'self._calls.put(call)',
     'tests/runtime/test_connections.py::test_a_call_is_waited_for_as_long_as_it_may_take',
   ),
   Mutant(
