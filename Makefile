@@ -5,6 +5,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 STORES_STAMP := $(VENV)/.installed_stores
+DOCS_STAMP := $(VENV)/.installed_docs
 # PyTorch crashes next to TensorFlow (docs/limits.md), so it has an environment of its own.
 INTEROP_VENV := .venv-interop
 INTEROP_PY := $(INTEROP_VENV)/bin/python
@@ -17,8 +18,8 @@ WORKERS ?= 2
 STORES ?= yes
 ARGS ?=
 
-# The first interpreter that is 3.11 to 3.13; override with `make PYTHON=/path/to/python ...`.
-FIND_PYTHON := for p in $(PYTHON) python3 python3.13 python3.12 python3.11 python; do \
+# `make PYTHON=/path/to/python ...`, else the first interpreter that is 3.11 to 3.13.
+FIND_PYTHON := for p in $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python); do \
   $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1 && { echo $$p; break; }; done
 
 # TensorFlow has no wheel for every platform: elsewhere the same data comes from the source that needs none of it.
@@ -105,12 +106,12 @@ BENCHMARKS := \
 
 help: ## list the targets
 	@echo 'usage: make TARGET [RUN=runs/name] [RECIPE=recipes/file.gin] [ARGS="--gin.TRAIN_STEPS=1000"]'
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  \1\t\2/' | expand -t 16
 
 train: $(STAMP) ## train the embedded recipe (about 2 minutes on 2 cores, set-up included); resumes a stopped run
 	$(PY) -m t5x_lite train --gin_file=$(RECIPE) --gin.MODEL_DIR=$(RUN) --gin.DATA_SOURCE=$(DATA_SOURCE) $(ARGS)
 
-test: $(STAMP) $(STORES_STAMP) lint drop-old-programs ## run the linter and the test suite on 8 virtual CPU devices
+test: $(STAMP) $(STORES_STAMP) lint ## run the linter and the test suite on 8 virtual CPU devices
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-fast: $(STAMP) lint ## run the linter and tests that answer within a minute
@@ -145,8 +146,7 @@ format: $(STAMP) ## sort the imports and format the code
 types: $(STAMP) ## check the types of the packages (a minute)
 	$(VENV)/bin/pyright
 
-docs: $(STAMP) ## build the documentation as HTML in docs/_build; executes its notebooks (3 minutes)
-	$(PY) -m pip install -q -e '.[docs]'
+docs: $(DOCS_STAMP) ## build the documentation as HTML in docs/_build; executes its notebooks (3 minutes)
 	$(PY) -m sphinx -q -W --keep-going -b html $(ARGS) docs docs/_build
 
 # What `make locks` tells uv: wheels for Linux x86-64.
@@ -161,16 +161,24 @@ dist: $(STAMP) ## build the source distribution and the wheel in dist/
 	mkdir dist
 	$(PY) -c "from setuptools import build_meta; build_meta.build_sdist('dist'); build_meta.build_wheel('dist')"
 
-# Most of the time of tests is compilation: compiled programs stay with the environment, those of a former version for
-# two weeks.
-test test-fast test-full mutants: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/$(VENV)/compiled
-
-.PHONY: drop-old-programs
-drop-old-programs:
-	@if [ -d $(VENV)/compiled ]; then find $(VENV)/compiled -type f -mtime +14 -delete; fi
+# Most of the time of tests is compilation: compiled programs stay with the environment (tests/conftest.py).
+test test-fast test-full: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/$(VENV)/compiled
 
 clean: ## remove the environment and build products (never runs/)
 	rm -rf $(VENV) $(INTEROP_VENV) build dist *.egg-info docs/_build docs/api docs/jupyter_execute .pytest_cache
+
+# The environments of another Python than the named one are made again.
+VERSION := -c 'import sys; print(sys.version_info[:2])'
+ifdef PYTHON
+  NAMED := $(shell { $(PYTHON) $(VERSION); } 2>/dev/null)
+  ifneq ($(NAMED),$(shell { $(PY) $(VERSION); } 2>/dev/null))
+    $(STAMP): another-python
+  endif
+  ifneq ($(NAMED),$(shell { $(INTEROP_PY) $(VERSION); } 2>/dev/null))
+    $(INTEROP_STAMP): another-python
+  endif
+endif
+.PHONY: another-python
 
 $(STAMP): setup.py pyproject.toml $(wildcard requirements/lock-3.*.txt)
 	@python=$$($(FIND_PYTHON)); \
@@ -194,7 +202,11 @@ $(STORES_STAMP): $(STAMP) requirements/lock-stores.txt
 	echo 'Adding emulators of object stores (95 MB; `make STORES=no $(MAKECMDGOALS)` goes without them)'; \
 	if $(PY) -m pip install -q --no-compile --disable-pip-version-check --no-deps -r requirements/lock-stores.txt; \
 	  then touch $@; else \
-	  echo 'The emulators could not be installed: the tests of object stores are skipped.' >&2; fi
+	  echo 'The emulators could not be installed: the tests of object stores are skipped.' >&2; test -z "$$CI"; fi
+
+$(DOCS_STAMP): $(STAMP) requirements/lock-docs.txt
+	$(PY) -m pip install -q --no-compile --disable-pip-version-check --no-deps -r requirements/lock-docs.txt
+	@touch $@
 
 # With dependencies, which differ between CPU and CUDA builds of torch. TensorFlow is not among them.
 $(INTEROP_STAMP): setup.py requirements/lock-interop.txt $(wildcard requirements/lock-3.*.txt)

@@ -20,11 +20,11 @@ lock() {
   grep -E "${ONLY:-.}" "$resolved" | write "$file"
 }
 
-# lock_more NAME OPTIONS: writes the lock of the extra `test-NAME`, without the packages of the locks of Pythons.
+# lock_more NAME EXTRA OPTIONS: writes the lock of an extra, without the packages of the locks of Pythons.
 lock_more() {
   file=requirements/lock-$1.txt
-  extra=test-$1
-  shift
+  extra=$2
+  shift 2
   sed -n 's/^\([A-Za-z0-9._-]*==\).*/^\1/p' requirements/lock-3.*.txt >"$others"
   $COMPILE --python-version 3.11 --extra "$extra" -c requirements/lock-3.11.txt "$@" setup.py >"$resolved"
   # What only torch's CUDA builds ask for is not pinned: pip installs it where it takes such a build.
@@ -43,5 +43,6 @@ lock_all 3.12
 lock_all 3.13
 lock core-3.14 --python-version 3.14 --extra test
 ONLY='^(jax-cuda13-|nvidia-)' lock cuda --python-version 3.12 --extra cuda -c requirements/lock-3.12.txt
-lock_more stores --override requirements/overrides.txt
-lock_more interop
+lock_more stores test-stores --override requirements/overrides.txt
+lock_more docs docs -c requirements/lock-stores.txt
+lock_more interop test-interop -c requirements/lock-stores.txt

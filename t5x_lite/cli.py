@@ -222,19 +222,19 @@ def _interrupts_that_are_not_lost() -> Iterator[None]:
   another thread gets interrupts no call of the main thread that waits.
   """
   before = sys.unraisablehook
-  main_thread = threading.main_thread().ident
 
   def send_again(discarded: 'sys.UnraisableHookArgs') -> None:
     if issubclass(discarded.exc_type, KeyboardInterrupt):
+      arguments = threading.main_thread().ident, signal.SIGINT
       seconds = 0.1
       while True:
         try:
-          threading.Timer(seconds, signal.pthread_kill, (main_thread, signal.SIGINT)).start()
+          threading.Timer(seconds, signal.pthread_kill, arguments).start()
           break
-        except (
-          KeyboardInterrupt
-        ):  # The signal came while the thread started, where it is discarded again.
-          seconds *= 2
+        except KeyboardInterrupt:
+          seconds *= 2  # The signal came while the thread started, where it is discarded again.
+        except RuntimeError:
+          break  # Python ends already, and starts no threads.
     else:
       before(discarded)
 

@@ -5,16 +5,40 @@ import platform
 
 import t5x_lite
 
-_REQUIRED = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
+_REQUIRED = (
+  'jax',
+  'jaxlib',
+  'flax',
+  'optax',
+  'orbax-checkpoint',
+  'tensorstore',
+  'numpy',
+  'absl-py',
+  'clu',
+  'gin-config',
+  'protobuf',
+  'sentencepiece',
+  'tensorboardX',
+)
 # TensorFlow's CPU build has a name of its own.
 _OPTIONAL = (
   'jax-cuda12-plugin',
   'jax-cuda13-plugin',
   'libtpu',
   'seqio',
+  't5',
   'tensorflow',
   'tensorflow-cpu',
+  'tensorflow-datasets',
+  'tensorflow-text',
+  'tensorboard',
   'grain',
+  'gcsfs',
+  's3fs',
+  'huggingface_hub',
+  'matplotlib',
+  'torch',
+  'triton',
 )
 
 

@@ -4,6 +4,7 @@ import atexit
 import gc
 from importlib import metadata
 import os
+import pathlib
 import shutil
 import signal
 import tempfile
@@ -53,6 +54,15 @@ os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 
 # Imports and the collection of tests make millions of objects that stay.
 gc.disable()
+
+
+def pytest_sessionstart():
+  """Delete programs of the last session that were written in part, and the oldest if they take more than 1 GB."""
+  from t5x_lite.runtime import compilation_cache
+
+  folder = pathlib.Path(os.environ['JAX_COMPILATION_CACHE_DIR'])
+  if folder.is_dir() and 'PYTEST_XDIST_WORKER' not in os.environ:
+    compilation_cache.clean(folder, 2**30)
 
 
 def pytest_collection_finish():

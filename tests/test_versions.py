@@ -1,10 +1,14 @@
 """Versions that `t5x_lite --version` prints for bug reports."""
 
 import importlib.metadata
+import pathlib
 import platform
+import re
 
 import t5x_lite
 from t5x_lite import versions
+
+_ROOT = pathlib.Path(__file__).parents[1]
 
 
 def test_required_versions_are_those_of_the_modules():
@@ -15,6 +19,18 @@ def test_required_versions_are_those_of_the_modules():
   for name in ('jax', 'jaxlib', 'flax', 'optax', 'numpy'):
     assert found[name] == __import__(name).__version__
   assert found['orbax-checkpoint'] == importlib.metadata.version('orbax-checkpoint')
+
+
+def test_all_packages_of_setup_are_known(monkeypatch):
+  setup = (_ROOT / 'setup.py').read_text()
+  required = re.search(r'install_requires=\[(.*?)\n  \]', setup, re.DOTALL)[1]
+  extras = [
+    re.search(rf"'{name}': \[(.*?)\]", setup, re.DOTALL)[1]
+    for name in ('seqio', 'gcs', 's3', 'hub', 'plot', 'grain')
+  ]
+  monkeypatch.setattr(importlib.metadata, 'version', lambda name: '1.0')
+  named = re.findall(r"'([A-Za-z0-9_-]+)>=", '\n'.join([required, *extras]))
+  assert len(named) > 15 and not set(named) - set(versions.installed_versions())
 
 
 def test_optional_packages_are_left_out_and_required_ones_are_named_if_missing(monkeypatch):

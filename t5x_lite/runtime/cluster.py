@@ -198,19 +198,16 @@ def end(status: int = 0) -> None:
     return
   if monitor.failure is not None:
     monitor.leave(monitor.failure.status)
-  try:
-    all_are_there = monitor.finish()
-  except (
-    KeyboardInterrupt,
-    StoppedOnSignalError,
-  ):  # Everything is done, and nobody needs to be waited for.
-    all_are_there = False
-  if not all_are_there:
-    monitor.leave(status)
   import jax
 
-  # Another process may be killed before it comes to this barrier.
-  if not monitor.caller.returns_within(_SHUTDOWN_SECONDS, jax.distributed.shutdown):
+  try:
+    if not monitor.finish():
+      monitor.leave(status)
+    # Another process may be killed before it comes to this barrier.
+    is_shut_down = monitor.caller.returns_within(_SHUTDOWN_SECONDS, jax.distributed.shutdown)
+  except (KeyboardInterrupt, StoppedOnSignalError):
+    monitor.leave(status)  # Everything is done, and nobody needs to be waited for.
+  if not is_shut_down:
     os._exit(status)
   monitor_lib.set_current_monitor(None)
 

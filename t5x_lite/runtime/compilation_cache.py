@@ -83,7 +83,7 @@ def use_default_compilation_cache(max_bytes: int = 4 * 2**30) -> None:
     # Whoever can write compiled programs can run code in this process.
     if folder.stat().st_uid != os.getuid():
       return
-    _clean(folder, max_bytes)
+    clean(folder, max_bytes)
     use_compilation_cache(str(folder))
   except OSError:  # read-only, a full disk
     return
@@ -140,7 +140,7 @@ def _is_remote(path: str) -> bool:
   return kind in _REMOTE or kind.startswith('fuse.')
 
 
-def _clean(folder: pathlib.Path, max_bytes: int) -> None:
+def clean(folder: pathlib.Path, max_bytes: int) -> None:
   """Delete incomplete programs, then those that were not used for longest until the rest takes at most `max_bytes`.
 
   JAX does not write a file at once: one of a process that was killed would give a warning in each later process. Only

@@ -69,9 +69,11 @@ class Caller:
 
 
 def _call(fn: Callable[[], object], done: threading.Event) -> None:
-  with contextlib.suppress(Exception):
-    fn()
-  done.set()
+  try:
+    with contextlib.suppress(Exception):
+      fn()
+  finally:
+    done.set()
 
 
 def _call_all(calls: _Calls) -> None:

@@ -74,6 +74,13 @@ MUTANTS = (
     'tests/compat/test_programs.py::test_modules_in_the_current_folder_may_import_t5x',
   ),
   Mutant(
+    'an_interrupt_is_sent_again_to_any_thread',
+    't5x_lite/cli.py',
+    'signal.pthread_kill, arguments',
+    'os.kill, (os.getpid(), signal.SIGINT)',
+    'tests/test_cli.py::test_interrupt_in_a_callback_is_not_lost',
+  ),
+  Mutant(
     'python_m_looks_in_the_current_folder_first',
     't5x_lite/cli.py',
     '    sys.path.append(sys.path.pop(0))',

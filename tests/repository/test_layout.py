@@ -4,7 +4,9 @@ import importlib.util
 import pathlib
 import platform
 import re
+import shutil
 import subprocess
+import sys
 
 from packaging.requirements import Requirement
 import pytest
@@ -74,7 +76,8 @@ _VERSIONS = {
 def _pins(name):
   """Returns the versions of requirements/lock-<name>.txt by package."""
   lines = (_ROOT / f'requirements/lock-{name}.txt').read_text().splitlines()
-  return dict(line.split('==') for line in lines if line and not line.startswith('#'))
+  pins = [line.split('==') for line in lines if line and not line.startswith('#')]
+  return {re.sub(r'[-_.]+', '-', package).lower(): version for package, version in pins}
 
 
 @pytest.mark.parametrize('version', _VERSIONS)
@@ -97,9 +100,9 @@ def test_locks_of_all_pythons_pin_the_same_packages():
 def test_pytorch_is_in_no_environment_with_tensorflow():
   """`make test-interop` installs lock-interop.txt next to a lock's core; elsewhere neither library is pinned."""
   interop = _pins('interop')
-  assert {'torch', 'transformers', 'tokenizers'} <= set(interop)
+  assert {'torch', 'transformers', 'tokenizers', 'filelock'} <= set(interop)
   assert not set(interop) & {'tensorflow', 'tensorflow-cpu', 'seqio', 't5'}
-  for name in (*_VERSIONS, 'core-3.14', 'stores'):
+  for name in (*_VERSIONS, 'core-3.14', 'stores', 'docs'):
     pins = _pins(name)
     assert not set(pins) & {'torch', 'transformers', 'triton'}, name
     assert all(interop[package] == pins[package] for package in set(interop) & set(pins)), name
@@ -162,16 +165,27 @@ def test_make_lists_its_targets():
   listed = subprocess.run(
     ['make', '-s'], cwd=_ROOT, capture_output=True, text=True, check=True
   ).stdout
-  for target in (
-    'train',
-    'test',
-    'test-fast',
-    'test-full',
-    'lint',
-    'format',
-    'types',
-    'bench',
-    'docs',
-    'clean',
-  ):
+  makefile = (_ROOT / 'Makefile').read_text()
+  targets = re.search(r'^\.PHONY: help (.*)', makefile, re.MULTILINE)[1].split()
+  assert {'train', 'test', 'test-t5x', 'lint', 'types', 'docs'} < set(targets)
+  for target in targets:
     assert re.search(rf'^  {target}\s', listed, re.MULTILINE), listed
+
+
+def test_another_python_gets_an_environment_of_its_own(tmp_path):
+  """Otherwise `make PYTHON=... test` would test the Python of the environment."""
+
+  def make(python):
+    command = ['make', '-n', f'PYTHON={python}', 'types']
+    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+  for name in ('Makefile', 'pyproject.toml', 'setup.py'):
+    shutil.copy(_ROOT / name, tmp_path)
+  another = tmp_path / 'another_python'
+  another.write_text('#!/bin/sh\necho "(3, 99)"\n')
+  another.chmod(0o755)
+  (tmp_path / '.venv/bin').mkdir(parents=True)
+  (tmp_path / '.venv/bin/python').symlink_to(sys.executable)
+  (tmp_path / '.venv/.installed').touch()
+  assert 'venv --clear' not in make(sys.executable)
+  assert 'venv --clear' in make(another)

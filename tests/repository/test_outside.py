@@ -104,8 +104,15 @@ def test_interop_runs_on_changes_of_what_it_compares():
   # YAML 1.1 reads the key `on` as True.
   triggers = _read('.github/workflows/interop.yml')[True]
   assert triggers['schedule'] and triggers['push']['paths'] == triggers['pull_request']['paths']
-  for pattern in triggers['push']['paths']:
+  paths = triggers['push']['paths']
+  for pattern in paths:
     assert list(_ROOT.glob(pattern.removesuffix('/**'))), pattern
+  caches = [
+    step.get('with', {}).get('cache-dependency-path', '')
+    for file, _, step in _steps()
+    if file == 'interop.yml'
+  ]
+  assert {'Makefile', 'setup.py', *' '.join(caches).split()} <= set(paths)
 
 
 def test_a_bug_report_has_what_reproduces_it():
