@@ -218,25 +218,23 @@ def _interrupts_that_are_not_lost() -> Iterator[None]:
   """Context within which Ctrl-C always raises KeyboardInterrupt.
 
   Python discards exceptions in destructors and in callbacks of weak references and of the garbage collector, of which
-  JAX has one. If it discards a KeyboardInterrupt there, the signal is sent again: to the main thread, since one that
-  another thread gets interrupts no call of the main thread that waits.
+  JAX has one. If it discards a KeyboardInterrupt there, the signal is sent again.
   """
   before = sys.unraisablehook
 
   def send_again(discarded: 'sys.UnraisableHookArgs') -> None:
-    if issubclass(discarded.exc_type, KeyboardInterrupt):
-      arguments = threading.main_thread().ident, signal.SIGINT
-      seconds = 0.1
-      while True:
-        try:
-          threading.Timer(seconds, signal.pthread_kill, arguments).start()
-          break
-        except KeyboardInterrupt:
-          seconds *= 2  # The signal came while the thread started, where it is discarded again.
-        except RuntimeError:
-          break  # Python ends already, and starts no threads.
-    else:
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not issubclass(discarded.exc_type, KeyboardInterrupt):
       before(discarded)
+      return
+    while True:
+      try:
+        _interrupt_soon()
+        break
+      except KeyboardInterrupt:
+        continue  # The signal came already here, where it is discarded, too.
+      except RuntimeError:
+        break  # Python ends, and starts no more threads.
 
   sys.unraisablehook = send_again
   try:
@@ -244,6 +242,31 @@ def _interrupts_that_are_not_lost() -> Iterator[None]:
   finally:
     if sys.unraisablehook is send_again:  # Orbax installs a hook that calls this one.
       sys.unraisablehook = before
+
+
+def _interrupt_soon() -> None:
+  """Send SIGINT to this thread, the main one, by another thread, until its handler is called.
+
+  One signal may be too few. One that arrives while this thread passes Python's lock to the other is noticed only after
+  the next call, and interrupts no call that waits.
+  """
+  handler = signal.getsignal(signal.SIGINT)
+  if not callable(handler):  # It is ignored by now.
+    return
+  thread = threading.get_ident()
+  is_noticed = threading.Event()
+
+  def handle(number: int, frame: types.FrameType | None) -> object:
+    is_noticed.set()
+    signal.signal(number, handler)
+    return handler(number, frame)
+
+  def send() -> None:
+    while not is_noticed.wait(0.1) and signal.getsignal(signal.SIGINT) is handle:
+      signal.pthread_kill(thread, signal.SIGINT)
+
+  signal.signal(signal.SIGINT, handle)
+  threading.Thread(target=send, daemon=True).start()
 
 
 def run_program(may_restart: bool = False) -> NoReturn:
