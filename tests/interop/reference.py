@@ -51,6 +51,8 @@ class Family:
     sparse: layers 1, 3, ... have experts.
     options: further fields of the configuration of `transformers`.
     our_options: the same options in our configuration.
+    end_amounts: what tests of generation add to the logit of the end token on average, in models of even and of odd
+      seeds, so that some sequences end and some do not.
   """
 
   name: str
@@ -63,6 +65,7 @@ class Family:
   sparse: bool = False
   options: tuple[tuple[str, Any], ...] = ()
   our_options: tuple[tuple[str, Any], ...] = ()
+  end_amounts: tuple[float, float] = (1.5, 4.0)
 
 
 FAMILIES = {
@@ -82,6 +85,7 @@ FAMILIES = {
       tied=True,
       options=(('tie_word_embeddings', False),),
       our_options=(('scale_tied_logits', False),),
+      end_amounts=(50.0, 50.0),  # its logits are larger, that of the token before most of all
     ),
     Family(name='mt5', kind='MT5'),
     Family(name='umt5', kind='UMT5', per_layer=True),

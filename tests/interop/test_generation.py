@@ -28,8 +28,7 @@ _LENGTH, _NUM_BEAMS, _ROWS, _EOS = 24, 4, 6, reference.VOCABULARY.eos_id
 def _model_that_ends(family, seed):
   """Returns (a model of theirs that gives the end token often, a batch)."""
   batch = reference.random_batch(seed, rows=_ROWS)
-  # Adds 1.5 to 4 to the logit of the end token on average.
-  return reference.hf_model(family, seed).that_ends(batch, 1.5 + 2.5 * (seed % 2)), batch
+  return reference.hf_model(family, seed).that_ends(batch, family.end_amounts[seed % 2]), batch
 
 
 @functools.cache
@@ -106,15 +105,14 @@ def test_beam_search(name, layout, alpha):
     # Rule 4.
     compared = np.all(np.any(want == _EOS, axis=-1), axis=-1)
     np.testing.assert_array_equal(sequences[compared], want[compared])
-    np.testing.assert_allclose(scores[compared], want_scores[compared], atol=3e-5)
+    # Sums of up to 24 log-probabilities; those of large logits are rounded more.
+    np.testing.assert_allclose(scores[compared], want_scores[compared], atol=3e-5, rtol=3e-6)
     # With rule 1 as it is, wherever it is of no effect.
     agree = np.all(np.any(plain == _EOS, axis=-1), axis=-1) & ~theirs['changed_rows']
     np.testing.assert_array_equal(sequences[agree], plain[agree])
     num_compared += compared.sum()
     num_plain += agree.sum()
     num_changed += np.any(plain[compared] != want[compared], axis=(1, 2)).sum()
-  assert num_compared >= 18 and num_changed and (alpha or num_plain), (
-    num_compared,
-    num_changed,
-    num_plain,
-  )
+  assert num_compared >= 18 and (alpha or num_plain), (num_compared, num_plain)
+  # Where logits are not scaled, the end is among the k best candidates or not even among the 2k.
+  assert num_changed or name == 'tied_unscaled'
