@@ -143,7 +143,7 @@ format: $(STAMP) ## sort the imports and format the code
 	$(VENV)/bin/ruff check --quiet --select I --fix $(CODE)
 	$(VENV)/bin/ruff format $(CODE)
 
-types: $(STAMP) ## check the types of the packages (a minute)
+types: $(STAMP) $(STORES_STAMP) ## check the types of the packages (a minute)
 	$(VENV)/bin/pyright
 
 docs: $(DOCS_STAMP) ## build the documentation as HTML in docs/_build; executes its notebooks (3 minutes)
