@@ -19,8 +19,8 @@ include 'recipes/keyword_cloze.gin'
 """
 
 
-def _load(tmp_path, text, *flags, entry='t5x_lite.apps.train.train', head=HEAD):
-  path = tmp_path / 'mine.gin'
+def _load(tmp_path, text, *flags, entry='t5x_lite.apps.train.train', head=HEAD, name='mine.gin'):
+  path = tmp_path / name
   path.write_text(head + text)
   texts = [
     gin_syntax.read_flag(*flag.split('=', 1), f'--gin.{flag}')
@@ -227,6 +227,7 @@ def test_log_says_once_which_files_and_defaults_are_ours(tmp_path, caplog, monke
       'RANDOM_SEED=3',
       *flags,
       head='',
+      name='train.gin',  # as one of ours
     )
   assert 'Defaults' not in ' '.join(record.getMessage() for record in caplog.records)
 

@@ -88,9 +88,11 @@ def test_a_killed_process_ends_the_others_at_once(capfd):
 def test_what_a_script_has_started_ends_too(tmp_path, monkeypatch):
   monkeypatch.setattr(run, '_END_SECONDS', 1.0)
   began = time.monotonic()
-  script = (
-    f'if [ $JAX_PROCESS_ID = 1 ]; then exit 3; fi; sleep 600 & echo $! > {tmp_path}/pid; wait'
-  )
+  # Process 0 has a child that ignores SIGTERM, and process 1 fails as soon as this child is there.
+  script = f"""
+    if [ $JAX_PROCESS_ID = 1 ]; then until [ -s {tmp_path}/pid ]; do sleep 0.05; done; exit 3; fi
+    bash -c 'trap "" TERM; echo $$ > {tmp_path}/pid; sleep 600; true' & wait
+  """
   assert run.launch(['bash', '-c', script], 2) == 3
   assert time.monotonic() - began < 60
   status = pathlib.Path('/proc', (tmp_path / 'pid').read_text().strip(), 'status')
