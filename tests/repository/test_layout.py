@@ -176,7 +176,7 @@ def test_another_python_gets_an_environment_of_its_own(tmp_path):
   """Otherwise `make PYTHON=... test` would test the Python of the environment."""
 
   def make(python):
-    command = ['make', '-n', f'PYTHON={python}', 'types']
+    command = ['make', '-n', f'PYTHON={python}', 'lint']
     return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
 
   for name in ('Makefile', 'pyproject.toml', 'setup.py'):
