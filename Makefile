@@ -146,7 +146,7 @@ format: $(STAMP) ## sort the imports and format the code
 types: $(STAMP) $(STORES_STAMP) ## check the types of the packages (a minute)
 	$(VENV)/bin/pyright
 
-docs: $(DOCS_STAMP) ## build the documentation as HTML in docs/_build; executes its notebooks (3 minutes)
+docs: $(DOCS_STAMP) ## build the documentation as HTML in docs/_build; executes its notebooks (5 minutes)
 	$(PY) -m sphinx -q -W --keep-going -b html $(ARGS) docs docs/_build
 
 # What `make locks` tells uv: wheels for Linux x86-64.
