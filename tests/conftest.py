@@ -62,9 +62,8 @@ def pytest_sessionstart():
   from t5x_lite.runtime import compilation_cache
 
   folder = pathlib.Path(os.environ['JAX_COMPILATION_CACHE_DIR'])
-  is_ours = folder == pathlib.Path(
-    sys.prefix, 'compiled'
-  )  # not a folder that other programs may use
+  # Not a folder that other programs may use.
+  is_ours = folder == pathlib.Path(sys.prefix, 'compiled')
   if is_ours and folder.is_dir() and 'PYTEST_XDIST_WORKER' not in os.environ:
     compilation_cache.clean(folder, 2**30)
 
