@@ -31,8 +31,8 @@ class HostIterator(abc.ABC):
       their position when the run saves; if they then stall or fail, batches are counted from the last position.
     is_endless: True if the data does not end. Otherwise a run waits after each stretch of steps, such as before an
       evaluation, until it is known whether another batch follows.
-    ends_together: True if all processes have the same number of batches. Otherwise, unless the data is endless,
-      processes agree before each step whether the data of one of them has ended, which costs time.
+    ends_together: True if all processes have the same number of batches, or endless data. Otherwise processes agree
+      before each step whether the data of one of them has ended, which costs time.
     handles_process_count: True if `set_state` continues correctly from the position of process 0 of a run with another
       number of processes, or raises an error. Otherwise a run that resumes with another number warns.
   """

@@ -68,7 +68,7 @@ class TfDatasetIterator(HostIterator):
     is_infinite = int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY
     self.is_endless = not may_end or is_infinite
     # Shards may have different numbers of rows.
-    self.ends_together = layout.num_shards == 1
+    self.ends_together = self.is_endless or layout.num_shards == 1
     self._may_end = may_end
     self._num_rows = own.stop - own.start
     self._description = description
