@@ -687,6 +687,14 @@ MUTANTS = (
     'tests/apps/train/test_length.py::test_processes_agree_on_the_end[2]',
   ),
   Mutant(
+    'the_watchdog_warns_once',
+    't5x_lite/runtime/watchdog.py',
+    'self._next = self._seconds + self._interval',
+    "self._next = float('inf')",
+    'tests/runtime/test_watchdog.py'
+    '::test_the_watchdog_warns_each_time_without_a_step_and_never_ends_the_run[None]',
+  ),
+  Mutant(
     'data_that_ends_early_completes_the_run',
     't5x_lite/apps/train/loop.py',
     "cause = 'data_ended'",
