@@ -64,7 +64,7 @@ _BEGINNINGS: dict[bytes, _Kind] = {
   b'FEA1': _table('a Feather table', 'read_feather'),
   b'ORC': _table('an ORC table', 'read_orc'),
   b'Obj\x01': _Kind('an Avro table'),
-  b'SQLite format 3': _Kind('an SQLite database'),
+  b'SQLite format 3\0': _Kind('an SQLite database'),
   b'\x89HDF': _Kind('an HDF5 file'),
   b'\x93NUMPY': _Kind('a NumPy array'),
   b'%PDF-': _Kind('a PDF document'),
@@ -98,12 +98,24 @@ def content_problem(path: str, head: bytes) -> str | None:
   >>> content_problem('a.jsonl.gz', b'\\x1f\\x8b\\x08')
   'is compressed by gzip. Convert it: `gzip -dc < a.jsonl.gz > a.jsonl`.'
   """
+  is_text = _is_text(head)
   for beginning, kind in _BEGINNINGS.items():
-    if head.startswith(beginning):
+    # A text may begin with a word such as ORC.
+    is_word = beginning.isascii() and beginning.decode().isprintable()
+    if head.startswith(beginning) and not (is_word and is_text):
       return _problem(path, kind)
   if b'\0' in head:
     return _problem(path, _BINARY)
   return None
+
+
+def _is_text(head: bytes) -> bool:
+  """Return whether the beginning of a file may be that of a text in UTF-8; its last character may be incomplete."""
+  try:
+    codecs.getincrementaldecoder('utf-8')().decode(head)
+    return b'\0' not in head
+  except UnicodeDecodeError:
+    return False
 
 
 def lines_problem(path: str, head: bytes) -> str | None:

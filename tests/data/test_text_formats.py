@@ -114,7 +114,7 @@ def _zip(path):
     ('in.txt', b'text\n\0\0\0\n', 'a binary file'),
     ('in.html', b'<p>a</p>\n', 'an HTML or XML document'),
     ('in.txt', b'\n<!DOCTYPE html>\n<p>a', 'an HTML or XML document'),
-    ('in.pdf', b'%PDF-1.7\n', 'a PDF document'),
+    ('in.pdf', b'%PDF-1.7\n%\xe2\xe3\xcf\xd3\n', 'a PDF document'),
   ],
 )
 def test_other_formats_are_errors(tmp_path, name, content, what):
@@ -122,6 +122,12 @@ def test_other_formats_are_errors(tmp_path, name, content, what):
   with pytest.raises((errors.DataError, errors.ConfigError), match=f'but it is .*{what}') as caught:
     _open(path)
   assert 'UTF-8' in str(caught.value) or '`' in str(caught.value)
+
+
+@pytest.mark.parametrize('word', ['ORC', 'PAR1', 'BZh9', 'ARROW1', '%PDF-1.7', 'PK', 'ORC ö'])
+def test_a_text_may_begin_like_another_format(tmp_path, word):
+  path = _file(tmp_path, f'{word}\nö\n' * 2000, 'in.txt')
+  assert _inputs(_open(path))[:2] == [word, 'ö']
 
 
 def test_an_archive_and_a_spreadsheet_are_errors(tmp_path):

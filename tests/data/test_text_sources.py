@@ -132,6 +132,8 @@ def test_columns_named_like_features_are_not_texts_of_other_keys(tmp_path):
   (example,) = [source.prepare(record) for record in source.records()]
   assert example.row['inputs'].tolist() == [100, 1] and example.row['targets'].size == 0
   assert example.fields['targets_pretokenized'] == 'b'
+  # The ids of a feature have its name in the results.
+  assert example.fields['inputs'].tolist() == [100, 1] and example.fields['targets'].size == 0
 
 
 def test_keys_of_the_task_come_before_the_usual_ones(tmp_path):

@@ -54,7 +54,7 @@ def test_a_scalar_is_its_own_block():
 @pytest.mark.parametrize(
   'shape, merges, merged, exponent',
   [
-    ((5, 7), True, (5, 7), 4),
+    ((13, 7), True, (13, 7), 4),
     ((2, 3, 8), True, (6, 8), 4),
     ((2, 3, 8), False, (2, 3, 8), 6),
     ((3,), True, (3,), 2),
