@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import types
 from typing import Any
 import warnings
@@ -33,6 +34,8 @@ from t5x_lite.runtime.cluster_environment import INDEX
 from t5x_lite.runtime.cluster_environment import LAUNCHED
 from t5x_lite.runtime.cluster_environment import LOCAL_DEVICES
 from t5x_lite.runtime.cluster_environment import MODES
+from t5x_lite.runtime.stop_requests import StopRequests
+from t5x_lite.standard_streams import write_without_waiting
 
 # JAX aborts processes, with a stack of C++, after these seconds more than we wait.
 _JAX_MARGIN = 30
@@ -43,6 +46,8 @@ _MAX_PROCESSES = 10**6
 _MAX_SECONDS = 10**8
 # Seconds after which a process says that it waits.
 _SILENT_SECONDS = 10
+# Seconds between two looks at the launcher.
+_LAUNCHER_SECONDS = 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,6 +142,7 @@ def join(cfg: ClusterConfig) -> monitor_lib.Monitor | None:
   spec = find_process(cfg)
   if spec is None:
     return None
+  _follow_launcher()
   if spec.count == 1:
     logging.getLogger(__name__).info('1 process (%s).', spec.origin)
     return None
@@ -169,7 +175,6 @@ def join(cfg: ClusterConfig) -> monitor_lib.Monitor | None:
     spec.count,
     heartbeat_timeout_seconds=cfg.heartbeat_timeout_seconds,
     is_gone_fn=functools.partial(connections.refuses_connections, spec.address),
-    is_abandoned_fn=_launcher_has_ended,
   )
   connections.hold_aborts()
   monitor.start()
@@ -417,14 +422,13 @@ def _waiting_for_others(spec: ProcessSpec, timeout: int) -> Iterator[None]:
   def limit() -> None:
     if has_joined.wait(min(_SILENT_SECONDS, timeout)):
       return
-    os.write(2, f't5x_lite: {who} waits for the others.\n'.encode())
+    write_without_waiting(f't5x_lite: {who} waits for the others.\n')
     if not has_joined.wait(timeout - min(_SILENT_SECONDS, timeout)):
-      text = (
+      write_without_waiting(
         f't5x_lite: error: {who} has waited {timeout} s for the others (--initialization_timeout). Check '
         'that all of them were started, each with its own index, and that process 0 runs on this host and '
         'can be reached at this port. Then rerun the command on all machines.\n'
       )
-      os.write(2, text.encode())
       os._exit(ExitCode.RESTART)
 
   threading.Thread(target=limit, name='t5x_lite-cluster', daemon=True).start()
@@ -447,8 +451,13 @@ def _interrupt_on_signals() -> None:
   if threading.current_thread() is not threading.main_thread():
     return
 
+  requests = StopRequests()
+
   def handle(number: int, frame: Any) -> None:
     del frame
+    if requests.count and not requests.add(number):
+      return  # the same request again
+    requests.add(number)
     name = signal.Signals(number).name
     raise StoppedOnSignalError(
       f'Stopped by {name} outside of the steps of a run; there is nothing to save.', signal=name
@@ -478,12 +487,32 @@ def _end_with_program(monitor: monitor_lib.Monitor) -> None:
   atexit.register(end)
 
 
-def _launcher_has_ended(environment: Mapping[str, str] = os.environ) -> bool:
-  """Return whether `launch` has started this process and does not run any more, e.g. because it was killed."""
+def _follow_launcher(environment: Mapping[str, str] = os.environ) -> None:
+  """Ask this process to stop within a second once `launch`, which has started it, does not run any more.
+
+  The kernel's own notice (PR_SET_PDEATHSIG) reaches only children, not what a script between has started.
+  """
   launcher = _number(environment, LAUNCHED)
   if launcher is None or not pathlib.Path('/proc/self').exists():
+    return
+
+  def follow() -> None:
+    while _runs(launcher):
+      time.sleep(_LAUNCHER_SECONDS)
+    ignores = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # below nohup
+    os.kill(os.getpid(), signal.SIGTERM if ignores else signal.SIGHUP)
+
+  threading.Thread(target=follow, name='t5x_lite-launcher', daemon=True).start()
+
+
+def _runs(process: int) -> bool:
+  """Return whether a process of this machine exists and is not a zombie, which nobody has waited for."""
+  try:
+    status = pathlib.Path(f'/proc/{process}/stat').read_text()
+  except OSError:
     return False
-  return not pathlib.Path(f'/proc/{launcher}').exists()
+  # The name, in parentheses, may have spaces; the state follows it.
+  return status.rpartition(')')[2].split()[0] not in ('Z', 'X')
 
 
 def is_address(text: str) -> bool:

@@ -32,7 +32,9 @@ from t5x_lite.runtime.failure import Failure
 from t5x_lite.runtime.failure import describe_error
 from t5x_lite.runtime.stacks import print_stacks
 from t5x_lite.runtime.stop_agreement import StopAgreement
+from t5x_lite.runtime.stop_requests import StopRequests
 from t5x_lite.runtime.watchdog import awake_seconds
+from t5x_lite.standard_streams import write_without_waiting
 
 # Prefix of keys.
 _ROOT = 't5x_lite'
@@ -75,7 +77,6 @@ class Monitor:
     *,
     heartbeat_timeout_seconds: float = 30.0,
     is_gone_fn: Callable[[], bool] = lambda: False,
-    is_abandoned_fn: Callable[[], bool] = lambda: False,
     exit_fn: Callable[[int], NoReturn] = os._exit,
     clock: Callable[[], float] = time.monotonic,
   ):
@@ -87,7 +88,6 @@ class Monitor:
       num_processes: number of processes.
       heartbeat_timeout_seconds: silence after which a process counts as lost.
       is_gone_fn: returns whether the server of the store is known to be gone; asked when it does not answer.
-      is_abandoned_fn: returns whether the program that has started all processes has ended; they then stop.
       exit_fn: ends the process with a status.
       clock: returns seconds.
     """
@@ -100,7 +100,6 @@ class Monitor:
     self._store = store
     self._timeout = heartbeat_timeout_seconds
     self._is_gone_fn = is_gone_fn
-    self._is_abandoned_fn = is_abandoned_fn
     self._exit_fn = exit_fn
     self._clock = clock
     self._lock = threading.Lock()
@@ -252,8 +251,7 @@ class Monitor:
     else:
       more = 'Rerun the command on all machines to resume'
     text = f't5x_lite: [process {self.process}] ends because {failure}. {more}.\n'
-    with contextlib.suppress(OSError):
-      os.write(2, text.encode())
+    write_without_waiting(text)
 
   def leave(self, status: int) -> NoReturn:
     """End this process after a failure. The lead waits for the others, since their connections end with it."""
@@ -460,14 +458,9 @@ class Monitor:
     seen = self._contact_at
     seconds = 0.0
     now = self._clock()
-    num_signals = 0
-    is_abandoned = False
+    requests = StopRequests()
     while not self._closed.is_set():
-      num_signals = self._look_for_signals(num_signals)
-      if not is_abandoned and self._is_abandoned_fn():
-        is_abandoned = True
-        ignores = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # below nohup
-        os.kill(os.getpid(), signal.SIGTERM if ignores else signal.SIGHUP)
+      self._look_for_signals(requests)
       before = now
       now = self._clock()
       if seen != self._contact_at:
@@ -479,22 +472,20 @@ class Monitor:
         self._on_lost_store()
         return
 
-  def _look_for_signals(self, num_signals: int) -> int:
+  def _look_for_signals(self, requests: StopRequests) -> None:
     if self._signal_pipe is None:
       time.sleep(_BEAT_SECONDS / 2)
-      return num_signals
+      return
     if not select.select([self._signal_pipe[0]], [], [], _BEAT_SECONDS / 2)[0]:
-      return num_signals
+      return
     for number in os.read(self._signal_pipe[0], 64):
       if number not in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         continue
-      num_signals += number != signal.SIGHUP
-      if num_signals > 1:  # A main thread that does not hang has ended the process before.
+      if requests.add(number):  # A main thread that does not hang has ended the process before.
         self.caller.start(functools.partial(self._exit_soon, 128 + number))
       request = f'{signal.Signals(number).name} to process {self.process}'
       self._is_suspicious = True
       self.caller.start(functools.partial(self._post, 'stop', request=request))
-    return num_signals
 
   def _exit_soon(self, status: int) -> None:
     time.sleep(_HANDLER_SECONDS)

@@ -270,11 +270,18 @@ MUTANTS = (
     _LAUNCH_TEST + 'test_signals_are_passed_on',
   ),
   Mutant(
+    'a_signal_that_comes_twice_is_two',
+    't5x_lite/runtime/stop_requests.py',
+    '      if is_same:',
+    '      if False:',
+    _LAUNCH_TEST + 'test_a_signal_to_the_launcher_and_its_processes_is_one_signal',
+  ),
+  Mutant(
     'processes_outlive_launch',
-    _MONITOR,
-    'if not is_abandoned and self._is_abandoned_fn():',
-    'if False:',
-    _MONITOR_TEST + 'test_a_process_whose_launcher_was_killed_stops_once',
+    _CLUSTER,
+    "not in ('Z', 'X')",
+    "!= ''",
+    _CLUSTER_TEST + 'test_a_process_whose_launcher_was_killed_is_asked_to_stop_once',
   ),
   Mutant(
     'each_process_has_its_own_configuration',

@@ -345,3 +345,43 @@ cluster.join(cluster.ClusterConfig(
     f'process {index} of 2 (flags, address {address}) has waited 2 s for the others' in done.stderr
   )
   assert 'stack trace' not in done.stderr
+
+
+_FOLLOWS = """
+import os, signal, sys, time
+from t5x_lite.runtime import cluster
+received = []
+for number in (signal.SIGHUP, signal.SIGTERM):
+  signal.signal(number, lambda number, frame: received.append(signal.Signals(number).name))
+if sys.argv[1] == 'nohup':
+  signal.signal(signal.SIGHUP, signal.SIG_IGN)
+assert cluster.join(cluster.ClusterConfig()) is None
+time.sleep(1.0)
+print('joined', received, flush=True)
+sys.stdin.readline()
+time.sleep(2.0)
+print('received', received)
+"""
+
+
+@pytest.mark.parametrize('how, name', [('', 'SIGHUP'), ('nohup', 'SIGTERM')])
+def test_a_process_whose_launcher_was_killed_is_asked_to_stop_once(how, name):
+  with subprocess.Popen(['sleep', '600']) as launcher:
+    environment = {
+      cluster.LAUNCHED: str(launcher.pid),
+      cluster.COUNT: '1',
+      cluster.INDEX: '0',
+      cluster.ADDRESS: 'localhost:8476',
+    }
+    process = subprocess.Popen(
+      [sys.executable, '-c', _FOLLOWS, how],
+      cwd=_ROOT,
+      env=os.environ | environment | {'PYTHONPATH': str(_ROOT)},
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    assert process.stdout.readline() == 'joined []\n'
+    launcher.kill()  # Nobody waits for it yet, so that it becomes a zombie.
+    out, _ = process.communicate('killed\n', timeout=60)
+  assert out == f"received ['{name}']\n"
