@@ -10,10 +10,12 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import ipaddress
 import logging
 import os
 import pathlib
 import re
+import shlex
 import signal
 import socket
 import sys
@@ -46,6 +48,9 @@ _MAX_PROCESSES = 10**6
 _MAX_SECONDS = 10**8
 # Seconds after which a process says that it waits.
 _SILENT_SECONDS = 10
+# Sizes of a secret.
+_MAX_SECRET_BYTES = 4096
+_MIN_SECRET_DIGITS = 32
 # Seconds between two looks at the launcher.
 _LAUNCHER_SECONDS = 0.5
 
@@ -60,6 +65,7 @@ class ClusterConfig:
     coordinator_address: host and port of process 0, which all processes must reach.
     process_count: number of processes.
     process_index: index of this process, from 0.
+    cluster_secret_file: file with the secret with which the processes sign their messages; None takes that of `launch`.
     initialization_timeout: seconds until all processes must have joined.
     heartbeat_timeout_seconds: seconds of silence after which a process counts as lost, and all others end.
   """
@@ -68,6 +74,7 @@ class ClusterConfig:
   coordinator_address: str | None = None
   process_count: int | None = None
   process_index: int | None = None
+  cluster_secret_file: str | None = None
   initialization_timeout: int = names.INITIALIZATION_TIMEOUT
   heartbeat_timeout_seconds: int = names.HEARTBEAT_TIMEOUT
 
@@ -149,6 +156,11 @@ def join(cfg: ClusterConfig) -> monitor_lib.Monitor | None:
   # See `find_process`.
   assert spec.address is not None and spec.index is not None and spec.count is not None
   _check_share(spec)
+  secret = read_secret(cfg.cluster_secret_file)
+  bind_address = None
+  if spec.index == 0:
+    bind_address = find_bind_address(spec.address)
+    _warn_of_open_port(bind_address, secret)
   # Stops are agreed by the monitor.
   jax.config.update('jax_enable_preemption_service', False)
   if spec.index == 0:
@@ -156,6 +168,7 @@ def join(cfg: ClusterConfig) -> monitor_lib.Monitor | None:
   with _waiting_for_others(spec, cfg.initialization_timeout):
     jax.distributed.initialize(
       coordinator_address=spec.address,
+      coordinator_bind_address=bind_address,
       num_processes=spec.count,
       process_id=spec.index,
       local_device_ids=spec.local_devices,
@@ -169,6 +182,8 @@ def join(cfg: ClusterConfig) -> monitor_lib.Monitor | None:
 
   store = distributed.global_state.client
   assert store is not None
+  if secret:
+    store = connections.SignedStore(store, secret)
   monitor = monitor_lib.Monitor(
     store,
     spec.index,
@@ -393,6 +408,79 @@ def _tasks_of_node(environment: Mapping[str, str]) -> int | None:
   if node is not None and node < len(counts):
     return counts[node]
   return None
+
+
+def read_secret(path: str | None, environment: Mapping[str, str] = os.environ) -> str:
+  """Return the secret of the run: that of a file, else that of `launch`; empty if there is none.
+
+  Raises:
+    ConfigError: the file cannot be read, is short, or others may read it.
+  """
+  if path is None:
+    return environment.get(names.SECRET, '')
+  try:
+    with open(path, 'rb') as f:
+      mode = os.fstat(f.fileno()).st_mode
+      secret = f.read(_MAX_SECRET_BYTES).strip().hex()
+  except OSError as error:
+    raise ConfigError(
+      f'--cluster_secret_file must be a file that can be read, got {path!r} ({error.strerror}). Write one with: '
+      f'(umask 077; head -c 32 /dev/urandom > {shlex.quote(path)}).'
+    ) from None
+  if mode & 0o077:
+    raise ConfigError(
+      f'--cluster_secret_file must be a file that only you can read, got {path!r} with the permissions '
+      f'{mode & 0o777:o}. Change them by: chmod 600 {shlex.quote(path)}.'
+    )
+  if len(secret) < _MIN_SECRET_DIGITS:
+    raise ConfigError(
+      f'--cluster_secret_file must have at least {_MIN_SECRET_DIGITS // 2} bytes, got {len(secret) // 2} in '
+      f'{path!r}. Write it again with: (umask 077; head -c 32 /dev/urandom > {shlex.quote(path)}).'
+    )
+  return secret
+
+
+def find_bind_address(address: str) -> str:
+  """Return the host and port at which process 0 listens: those of `address` if the host is an address of this machine.
+
+  Otherwise, as behind a translated address, all interfaces. JAX's own default is always all of them.
+  """
+  host, _, port = address.rpartition(':')
+  host = host.strip('[]')
+  try:
+    found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+  except OSError:
+    found = []
+  for family, kind, protocol, _, (name, *_) in found:
+    # Many machines have their own name as a loopback address, while others know the real one.
+    if _is_loopback(name) and host not in ('localhost', name):
+      continue
+    with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+      probe.bind((name, 0))
+      if family == socket.AF_INET6:
+        return f'[{name}]:{port}'
+      return f'{name}:{port}'
+  return f'[::]:{port}'
+
+
+def _is_loopback(host: str) -> bool:
+  return ipaddress.ip_address(host.partition('%')[0]).is_loopback
+
+
+def _warn_of_open_port(address: str, secret: str) -> None:
+  """Warn once if everyone in the network can send messages to the processes."""
+  host = address.rpartition(':')[0].strip('[]')
+  if host != '::' and (secret or _is_loopback(host)):
+    return
+  if secret:
+    text = "its messages are signed, but JAX's service is open"
+  else:
+    text = 'the messages of the processes are not signed: use --cluster_secret_file'
+  logging.getLogger(__name__).warning(
+    'Process 0 listens at %s, and %s. Keep the port behind a firewall, see docs/cluster.md.',
+    address,
+    text,
+  )
 
 
 def _check_port(address: str) -> None:

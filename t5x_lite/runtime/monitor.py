@@ -25,8 +25,10 @@ import time
 from typing import Any, NoReturn
 
 from t5x_lite.errors import ExitCode, StoppedOnSignalError, is_of_other_process
+from t5x_lite.formatting import printable
 from t5x_lite.runtime.connections import Caller
 from t5x_lite.runtime.connections import Store
+from t5x_lite.runtime.connections import UnsignedValueError
 from t5x_lite.runtime.connections import is_connection_error
 from t5x_lite.runtime.failure import Failure
 from t5x_lite.runtime.failure import describe_error
@@ -53,6 +55,8 @@ _GRACE_SECONDS = 4.0
 _LINGER_SECONDS = 8.0
 # Silence after which a process counts as lost if there are other signs: a broken connection, or a stop that it ignores.
 _SUSPICIOUS_SILENCE = 8.0
+# Errors of a value that no process of ours has written.
+_INVALID = (KeyError, TypeError, ValueError, OverflowError, AttributeError, RecursionError)
 # The beat of a process before its first one.
 _NO_BEAT = {'stage': 'running', 'step': None, 'phase': 'starting'}
 
@@ -371,10 +375,14 @@ class Monitor:
     beats = self._store.key_value_dir_get(f'{_ROOT}/beat/')
     now = self._clock()
     for key, text in beats:
-      process = int(key.rpartition('/')[2])
-      beat = json.loads(text)
+      try:
+        process = int(key.rpartition('/')[2])
+        beat = _parse_beat(text)
+      except _INVALID:  # not from a process of ours
+        continue
       old = self._beats.get(process)
-      if old is None or old[0]['at'] != beat['at']:
+      is_new = old is None or old[0]['at'] != beat['at']
+      if is_new and 0 <= process < self.num_processes:
         self._beats[process] = beat, now
 
   def _judge(self) -> None:
@@ -416,27 +424,33 @@ class Monitor:
         text = self._store.blocking_key_value_get(
           f'{_ROOT}/message/{self._next_message}', int(_BEAT_SECONDS * 1000)
         )
+      except UnsignedValueError:
+        self._next_message += 1
+        continue
       except Exception:  # no message yet, or the store is gone, which `_watch` notices
         self._closed.wait(_AGREEING_SECONDS)
         continue
       self._next_message += 1
-      self._handle(json.loads(text))
+      try:
+        self._handle(json.loads(text))
+      except _INVALID as error:  # not from a process of ours
+        logging.getLogger(__name__).debug('Ignored an invalid message (%r).', error)
 
   def _handle(self, message: dict[str, Any]) -> None:
-    kind = message.pop('kind')
+    kind = message['kind']
     if kind == 'failed':
-      self._on_failure(Failure(**message))
+      self._on_failure(Failure.from_message(message))
     elif kind == 'lost_connection':
       self._is_suspicious = True
     elif kind == 'stop':
-      self.stops.begin(message['request'])
+      self.stops.begin(printable(str(message['request'])))
       self._is_suspicious = True
       self._wake.set()
     elif kind == 'stop_at':
-      self.stops.agree(message['point'])
+      self.stops.agree(int(message['point']))
       self._is_suspicious = False  # All have answered, and now save.
     elif kind == 'done':
-      self._all_are_there = message['all_are_there']
+      self._all_are_there = message['all_are_there'] is True
       self._all_done.set()
 
   def _on_lost_store(self) -> None:
@@ -507,6 +521,29 @@ class Monitor:
           number += 1
 
     self.caller.returns_within(_CALL_SECONDS, write)
+
+
+def _parse_beat(text: str) -> dict[str, Any]:
+  """Return a beat, see `Monitor`.
+
+  Raises:
+    KeyError, TypeError, ValueError: it is not one.
+  """
+  beat = json.loads(text)
+  return {
+    'at': float(beat['at']),
+    'step': _int_or_none(beat['step']),
+    'phase': printable(str(beat['phase'])),
+    'seconds': float(beat['seconds']),
+    'limit': _int_or_none(beat['limit']),
+    'stage': str(beat['stage']),
+  }
+
+
+def _int_or_none(value: Any) -> int | None:
+  if value is None:
+    return None
+  return int(value)
 
 
 def _describe_group(step: int, phase: str, seconds: Mapping[int, float]) -> str:

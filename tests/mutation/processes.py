@@ -67,8 +67,8 @@ MUTANTS = (
   Mutant(
     'a_second_signal_waits_for_the_main_thread',
     _MONITOR,
-    'if num_signals > 1:',
-    'if num_signals > 9:',
+    'if requests.add(number):',
+    'if requests.add(number) and requests.count > 9:',
     _MONITOR_TEST + 'test_a_second_signal_ends_a_process_whose_main_thread_hangs',
   ),
   Mutant(
@@ -275,6 +275,34 @@ MUTANTS = (
     '      if is_same:',
     '      if False:',
     _LAUNCH_TEST + 'test_a_signal_to_the_launcher_and_its_processes_is_one_signal',
+  ),
+  Mutant(
+    'a_signature_holds_for_every_key',
+    't5x_lite/runtime/connections.py',
+    "f'{key}\\n{value}'.encode()",
+    'value.encode()',
+    'tests/runtime/test_connections.py::test_only_signed_values_are_heard',
+  ),
+  Mutant(
+    'a_failed_run_may_have_the_status_0',
+    't5x_lite/runtime/failure.py',
+    " or int(ExitCode.ERROR)",
+    '',
+    _MONITOR_TEST + 'test_values_of_strangers_change_nothing',
+  ),
+  Mutant(
+    'a_reader_that_does_not_read_is_waited_for_each_time',
+    't5x_lite/standard_streams.py',
+    '      seconds = 0.0\n',
+    '',
+    'tests/test_standard_streams.py::test_a_reader_that_does_not_read_is_waited_for_once',
+  ),
+  Mutant(
+    'own_name_is_a_loopback_address',
+    _CLUSTER,
+    'if _is_loopback(name) and',
+    'if False and',
+    _CLUSTER_TEST + 'test_process_0_listens_only_where_it_must',
   ),
   Mutant(
     'processes_outlive_launch',

@@ -15,6 +15,7 @@ import pytest
 
 from t5x_lite.errors import ConfigError, SaveError, StoppedOnSignalError, of_other_process
 from t5x_lite.runtime import monitor as monitor_lib
+from t5x_lite.runtime.connections import SignedStore
 from tests.runtime.fake_store import FakeStore
 
 _SECONDS = 20
@@ -37,13 +38,14 @@ def fast(monkeypatch):
 class Cluster:
   """Monitors of one run, each with the status that its process ended with."""
 
-  def __init__(self, num_processes, **options):
+  def __init__(self, num_processes, secret='', **options):
     self.store = FakeStore()
+    store = SignedStore(self.store, secret) if secret else self.store
     self.statuses: dict[int, int] = {}
     self.values_at_end: dict[int, dict[str, str]] = {}
     options = {'heartbeat_timeout_seconds': 1.0, **options}
     self.monitors = [
-      monitor_lib.Monitor(self.store, i, num_processes, exit_fn=self._exit_fn(i), **options)
+      monitor_lib.Monitor(store, i, num_processes, exit_fn=self._exit_fn(i), **options)
       for i in range(num_processes)
     ]
 
@@ -418,3 +420,42 @@ def test_what_is_called_at_the_end_may_hang():
     cluster.monitors[1].report(RuntimeError('x'))
     assert cluster.ended(0) == {0: 1}
   assert [failure.process for failure in called] == [1]
+
+
+def test_values_of_strangers_change_nothing():
+  with running(2, heartbeat_timeout_seconds=60.0) as cluster:
+    for number, text in enumerate(
+      ['no JSON', '[]', '{}', '{"kind": "failed"}', '{"kind": "stop_at", "point": null}', 'null']
+    ):
+      cluster.store.key_value_set(f't5x_lite/message/{number}', text)
+    for name in ('0/x', 'x', '-1', '2', '7'):
+      cluster.store.key_value_set(f't5x_lite/beat/{name}', 'no JSON', True)
+    cluster.store.key_value_set(
+      't5x_lite/beat/9',
+      json.dumps({'at': 0, 'step': 1, 'phase': '', 'seconds': 0, 'limit': None, 'stage': 'ending'}),
+      True,
+    )
+    time.sleep(0.3)
+    assert not cluster.statuses and cluster.monitors[0].failure is None
+    failure = {
+      'process': 1,
+      'status': 0,
+      'error': 'a\x1b[2Jb',
+      'step': None,
+      'phase': 'x',
+      'seconds': 0,
+    }
+    cluster.store.key_value_set('t5x_lite/message/6', json.dumps({'kind': 'failed', **failure}))
+    assert set(cluster.ended(0, 1).values()) == {1}  # never 0
+    assert cluster.monitors[0].failure.error == r'a\x1b[2Jb'
+
+
+def test_processes_with_a_secret_ignore_unsigned_messages():
+  with running(2, secret='secret', heartbeat_timeout_seconds=60.0) as cluster:
+    message = json.dumps({'kind': 'stop', 'request': 'SIGTERM to process 0'})
+    cluster.store.key_value_set('t5x_lite/message/0', message)
+    time.sleep(0.3)
+    assert not any(monitor.stops.request for monitor in cluster.monitors)
+    cluster.monitors[1].report(ValueError('own'))
+    assert set(cluster.ended(0, 1).values()) == {1}
+    assert str(cluster.monitors[0].failure).endswith('ValueError: own')

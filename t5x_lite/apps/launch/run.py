@@ -8,6 +8,7 @@ import contextlib
 import os
 import pathlib
 import re
+import secrets
 import shlex
 import shutil
 import signal
@@ -75,6 +76,7 @@ def launch(
     names.ADDRESS: f'127.0.0.1:{port or _free_port()}',
     names.COUNT: str(num_processes),
     names.LAUNCHED: str(os.getpid()),
+    names.SECRET: secrets.token_hex(32),
     names.COMMAND: shlex.join(sys.orig_argv),
     'PYTHONUNBUFFERED': '1',
   }
