@@ -175,18 +175,25 @@ test test-fast test-full: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/$(VENV)/
 clean: ## remove the environment and build products (never runs/)
 	rm -rf $(VENV) $(INTEROP_VENV) build dist *.egg-info docs/_build docs/api docs/jupyter_execute .pytest_cache
 
-# The environments of another Python than the named one are made again.
+# Two targets must not install into the environment at once.
+.NOTPARALLEL:
+
+# The environments of another Python than the named one, and of a checkout that was moved, are made again.
 VERSION := -c 'import sys; print(sys.version_info[:2])'
 ifdef PYTHON
   NAMED := $(shell { $(PYTHONS) $(VERSION); } 2>/dev/null)
   ifneq ($(NAMED),$(shell { $(PY) $(VERSION); } 2>/dev/null))
-    $(STAMP): another-python
+    $(STAMP): outdated
   endif
   ifneq ($(NAMED),$(shell { $(INTEROP_PY) $(VERSION); } 2>/dev/null))
-    $(INTEROP_STAMP): another-python
+    $(INTEROP_STAMP): outdated
   endif
 endif
-.PHONY: another-python
+MOVED := $(shell test -s $(STAMP) && ! grep -qxF '$(CURDIR)' $(STAMP) && echo moved)
+ifdef MOVED
+  $(STAMP): outdated
+endif
+.PHONY: outdated
 
 $(STAMP): setup.py pyproject.toml $(wildcard requirements/lock-3.*.txt)
 	@python=$$($(FIND_PYTHON)); \
@@ -201,7 +208,7 @@ $(STAMP): setup.py pyproject.toml $(wildcard requirements/lock-3.*.txt)
 	else \
 	  $(PY) -m pip install -q --no-compile --disable-pip-version-check -c $$lock -e '.[test]'; \
 	fi
-	@touch $(STAMP)
+	@echo '$(CURDIR)' > $(STAMP)
 
 # Where this fails, the tests of object stores are skipped and the next `make test` tries again.
 $(STORES_STAMP): $(STAMP) requirements/lock-stores.txt

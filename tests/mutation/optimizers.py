@@ -4,6 +4,13 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'ademamix_widens_its_averages',
+    't5x_lite/optimizers/optax_adapter/constructors.py',
+    'return updates, narrow(state)',
+    'return updates, state',
+    'tests/optimizers/test_contract.py::test_every_option_is_stepped_twice',
+  ),
+  Mutant(
     'adafactor_decays_by_the_step_before',
     't5x_lite/optimizers/adafactor_rule/update.py',
     '(step - hp.step_offset).astype(jnp.float32) + 1.0, 1.0)',

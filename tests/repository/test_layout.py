@@ -96,7 +96,8 @@ def test_setup_accepts_the_tested_versions_and_no_later_ones():
   jax_range = f'>=0.{min(minors)},<0.{max(minors) + 1}'
   assert re.findall(r"'jax(?:\[\w+\])?(>=[^']+)'", setup) == [jax_range] * 3
   oldest_flax = _VERSIONS['3.11'][1]
-  assert f"'flax>={oldest_flax},<0.13'" in setup and "'numpy>=2.0,<3'" in setup
+  newest_flax = _VERSIONS['3.13'][1]
+  assert f"'flax>={oldest_flax},<={newest_flax}'" in setup and "'numpy>=2.0,<3'" in setup
 
 
 def test_first_lock_has_the_oldest_versions_and_the_others_the_same():
@@ -218,6 +219,10 @@ def test_another_python_gets_an_environment_of_its_own(tmp_path):
   another.chmod(0o755)
   (tmp_path / '.venv/bin').mkdir(parents=True)
   (tmp_path / '.venv/bin/python').symlink_to(sys.executable)
-  (tmp_path / '.venv/.installed').touch()
+  stamp = tmp_path / '.venv/.installed'
+  stamp.write_text(f'{tmp_path}\n')
   assert 'venv --clear' not in make(sys.executable)
   assert 'venv --clear' in make(another)
+  # Scripts of an environment name its folder, so that of a checkout that was moved does not work.
+  stamp.write_text('/elsewhere\n')
+  assert 'venv --clear' in make(sys.executable)
