@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import logging
-import os
 from typing import Any
 import urllib.parse
 
@@ -118,10 +117,10 @@ def restore_checkpoint(
     CheckpointError: the checkpoint does not exist or does not fit.
     ConfigError: `fallback_to_scratch` needs `initial_state_fn`, or the path is remote.
   """
-  name = None if path is None else os.fspath(path)
+  name = None if path is None else sources.folder_of(path)
   cfg = restore_cfg or options.RestoreOptions(path=name, mode='specific')
   builders = chain.chain_of(
-    path, cfg, transformation_fns=transformation_fns, is_resuming=is_resuming
+    name, cfg, transformation_fns=transformation_fns, is_resuming=is_resuming
   )
   goal = base.TargetState(
     state_dict=target,
@@ -134,7 +133,7 @@ def restore_checkpoint(
     builders,
     goal,
     cfg,
-    path,
+    name,
     begins=from_params_fn is not None,
     initializes=initial_state_fn is not None,
   )
@@ -193,10 +192,10 @@ def check_fits(
     CheckpointError: the checkpoint does not exist or does not fit.
     ValuesNeededError: a function needs values, so the result is unknown.
   """
-  name = None if path is None else os.fspath(path)
+  name = None if path is None else sources.folder_of(path)
   cfg = restore_cfg or options.RestoreOptions(path=name, mode='specific')
   builders = chain.chain_of(
-    path, cfg, transformation_fns=transformation_fns, is_resuming=is_resuming
+    name, cfg, transformation_fns=transformation_fns, is_resuming=is_resuming
   )
   goal = base.TargetState(
     state_dict=target,
@@ -205,7 +204,7 @@ def check_fits(
     is_resuming=is_resuming,
     has_values=False,
   )
-  built = _build(builders, goal, cfg, path, begins=may_begin, initializes=may_begin)
+  built = _build(builders, goal, cfg, name, begins=may_begin, initializes=may_begin)
   # An optimizer without state looks like an inference state, for which stored optimizer state is not an error.
   prefix = base.FROM_PARAMS[0]
   left = [each for each in built.arrays if each.startswith(prefix)]
@@ -225,7 +224,7 @@ def _build(
   builders: chain.Chain,
   goal: base.TargetState,
   cfg: options.RestoreOptions,
-  path: discovery.PathLike | None,
+  path: str | None,
   *,
   begins: bool,
   initializes: bool,
@@ -276,7 +275,7 @@ def _build(
     expected,
     allow_surplus=is_lenient or not cfg.strict,
     allow_missing=is_lenient or is_partial,
-    where=chain.describe(None if path is None else os.fspath(path), cfg),
+    where=chain.describe(path, cfg),
     what='state built from' if _has_builders(cfg, goal) else 'checkpoint',
   )
   return built
