@@ -27,6 +27,14 @@ class _StopRequested(Exception):
   """Ends the wait for a batch because the run must stop."""
 
 
+def no_batch_error(cfg: data.DatasetConfig) -> DataError:
+  """Return the error for training data that ends before the first step."""
+  return DataError(
+    f'The training data {cfg.name!r} must have at least one batch of {cfg.batch_size} rows, got its end before the '
+    'first step. Reduce the batch size or raise DatasetConfig.num_epochs.'
+  )
+
+
 class TrainBatches:
   """Iterator over a run's batches. It ends early if the run must stop, or if the source ends, stalls or fails.
 
