@@ -4,6 +4,13 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'any_size_is_only_a_warning',
+    't5x_lite/apps/common/memory.py',
+    'if needed >= _ERROR_FACTOR * available:',
+    'if not available:',
+    'tests/apps/common/test_memory.py::test_memory',
+  ),
+  Mutant(
     'lion_continues_from_moments_of_adamw',
     't5x_lite/apps/common/start.py',
     'is_other = not _are_related(saved_with, own)',

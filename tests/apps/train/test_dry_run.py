@@ -2,7 +2,6 @@
 
 import logging
 
-import jax
 import numpy as np
 import pytest
 
@@ -11,7 +10,6 @@ from t5x_lite import data
 from t5x_lite import errors
 from t5x_lite import optimizers
 from t5x_lite import schedules
-from t5x_lite.apps.common import memory
 from tests.apps.train import toy_run
 
 _SAVE_ONLY = {'eval_period': 0, 'train_eval_dataset_cfg': None, 'infer_eval_dataset_cfg': None}
@@ -81,21 +79,6 @@ def test_a_resumed_run_whose_data_has_ended_has_a_plan(tmp_path, capsys):
   toy_run.train(tmp_path, 99, **options)
   assert toy_run.train(tmp_path, 99, dry_run=True, **options)[0] == 7
   assert 'Plan\nstart' in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-  'needed, outcome', [(100, 'fits'), (101, 'warns'), (999, 'warns'), (1000, 'raises')]
-)
-def test_memory(needed, outcome, caplog):
-  if outcome == 'raises':
-    with pytest.raises(errors.ConfigError, match='must fit into 100 B of memory on each device'):
-      memory.check(needed - 1, 1, 100)
-    return
-  memory.check(needed - 1, 1, 100)
-  memory.check(10**30, 1, None)
-  assert len(caplog.records) == (outcome == 'warns')
-  total = memory.device_bytes(jax.devices()[:1])
-  assert memory.device_bytes(jax.devices()[:4]) == total // 4
 
 
 def test_another_optimizer_begins_anew(saved, tmp_path, caplog, capsys):
