@@ -60,7 +60,7 @@ def test_what_a_run_rejects(saved, tmp_path, dry_run):
     return data.open_train_iterator(cfg, *args, **kwargs)
 
   config = toy_run.dataset('train', batch_size=64)
-  check(errors.DataError, 'must repeat', train_dataset_cfg=config, get_dataset_fn=ends)
+  check(errors.DataError, 'at least one batch', train_dataset_cfg=config, get_dataset_fn=ends)
   path = _spoilt(saved, tmp_path, 'embedding', lambda array: array * np.nan)
   check(
     errors.CheckpointError,
