@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import concurrent.futures
 import contextlib
 import errno
+import glob
 import os
 import pathlib
 import re
@@ -319,7 +320,8 @@ def parts(name: PathLike) -> list[Path]:
   first = path(name)
   if not is_remote(first):
     return [first]
-  listed = [part for part in first.parent.glob(f'{first.name}{_PART_INFIX}*') if _number_of(part)]
+  pattern = f'{glob.escape(first.name)}{_PART_INFIX}*'
+  listed = [part for part in first.parent.glob(pattern) if _number_of(part)]
   found: list[Path] = [first, *sorted(listed, key=_number_of)]
   following = _numbered(first, _number_of(found[-1]) + 1)
   while following.is_file():  # A listing may miss new objects.

@@ -1,9 +1,13 @@
 """Formatting of numbers, sizes and tables for people."""
 
 from collections.abc import Iterable, Sequence
+import itertools
 import math
+import re
 from typing import Any
 
+# Number at the end of a component of a name, such as that of a layer.
+_NUMBER = re.compile(r'(?<=_)\d+(?=/|$)')
 # Maximum number of characters of a table cell with user text.
 _MAX_CELL = 56
 
@@ -108,6 +112,37 @@ def first_names(names: Sequence[str], limit: int = 3) -> str:
   if more > 0:
     text += f' and {more} more'
   return text
+
+
+def group_names(names: Iterable[str]) -> list[str]:
+  """Return names with the numbers of layers as ranges, and the number of names in a range.
+
+  >>> group_names(['a/layers_0/w', 'a/layers_1/w', 'a/layers_3/w', 'b'])
+  ['a/layers_{0-1,3}/w (3)', 'b']
+  """
+  groups: dict[str, list[list[int]]] = {}
+  for name in names:
+    key = _NUMBER.sub('#', name)
+    groups.setdefault(key, []).append([int(number) for number in _NUMBER.findall(name)])
+  found = []
+  for key, numbers in groups.items():
+    parts = key.split('#')
+    text = parts[0]
+    for part, column in zip(parts[1:], zip(*numbers, strict=True), strict=True):
+      ranges = _ranges(sorted(set(column)))
+      text += ranges if len(set(column)) == 1 else f'{{{ranges}}}'
+      text += part
+    found.append(text if len(numbers) == 1 else f'{text} ({len(numbers)})')
+  return found
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+  """Return ascending numbers as text, such as '0-2,5'."""
+  texts = []
+  for _, group in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+    members = [number for _, number in group]
+    texts.append(str(members[0]) if len(members) == 1 else f'{members[0]}-{members[-1]}')
+  return ','.join(texts)
 
 
 def format_table(lines: Sequence[Sequence[str]], right_aligned: Iterable[str] = ()) -> str:

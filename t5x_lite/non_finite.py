@@ -270,6 +270,13 @@ def find_in_state(state_dict: PyTree) -> list[str]:
   return names
 
 
+def is_bad_array(name: str, values: np.ndarray) -> bool:
+  """Return whether `find_in_state` would name an array of a state, in host memory and without stacked layers."""
+  if name.startswith('state/') and values.ndim == 0:
+    return bool(np.isnan(values))
+  return not np.isfinite(values).all()
+
+
 def _is_inexact(x: Any) -> bool:
   """Return whether numbers have a floating or complex dtype."""
   return jnp.issubdtype(jnp.result_type(x), jnp.inexact)

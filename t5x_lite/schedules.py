@@ -3,7 +3,7 @@
 A schedule is a callable from a step to a learning rate, as in optax; schedules of both packages are interchangeable.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 import dataclasses
 import math
 from typing import Any, Protocol
@@ -230,11 +230,15 @@ def check_learning_rate_values(
     ConfigError: a learning rate that is negative or not finite; the message has its step.
   """
   steps = sorted(set(steps))
+  for step, rate in zip(steps, learning_rates_at(learning_rate_fn, steps), strict=True):
+    if not 0 <= rate < math.inf:
+      raise errors.ConfigError(
+        f'`{what}` must be a finite number >= 0 at all steps, got {rate:g} at step {step}.'
+      )
+
+
+def learning_rates_at(learning_rate_fn: Callable[..., Any], steps: Sequence[int]) -> list[float]:
+  """Return the learning rates of a schedule at some steps; computes them on the host."""
   with jax.default_device(jax.local_devices(backend='cpu')[0]):
     rates_of = jax.jit(lambda steps: [learning_rate_fn(step) for step in steps])
-    rates = rates_of([np.int32(step) for step in steps])
-  for step, rate in zip(steps, rates, strict=True):
-    if not 0 <= float(rate) < math.inf:
-      raise errors.ConfigError(
-        f'`{what}` must be a finite number >= 0 at all steps, got {float(rate):g} at step {step}.'
-      )
+    return [float(rate) for rate in rates_of([np.int32(step) for step in steps])]

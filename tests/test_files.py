@@ -99,6 +99,15 @@ def test_appending_does_not_wait_for_a_store_and_each_writer_has_its_own_parts(s
   )
 
 
+def test_parts_of_a_file_with_brackets(s3_store):
+  name = f'{s3_store.root}/a[1].jsonl'
+  for content in (b'1', b'2'):
+    part = files.appended(name)
+    part.append(content, at_once=True)
+    part.close()
+  assert b''.join(part.read_bytes() for part in files.parts(name)) == b'12'
+
+
 @pytest.mark.parametrize(
   'name', ['s3://', 'gs://', 's3:/bucket/a', 'gs:/bucket', 'gs://bucket/a/../b']
 )

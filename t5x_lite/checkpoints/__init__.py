@@ -94,10 +94,13 @@ __getattr__, __dir__, __all__ = lazy_names(
       'steps_to_delete',
     ),
     't5x_lite.checkpoints.restore': (
+      'Fit',
       'RestoredCheckpoint',
       'check_fits',
       'check_keeps_dtypes',
+      'describe_names',
       'load',
+      'read_data_state',
       'read_metadata',
       'read_shapes',
       'restore_checkpoint',

@@ -104,9 +104,10 @@ def get_first_valid_restore_config_and_paths(
   """
   for cfg in restore_cfgs:
     if cfg.mode == 'specific':
-      for path in cfg.paths:
+      paths = [sources.folder_of(path) for path in cfg.paths]
+      for path in paths:
         sources.check_exists(path)
-      return cfg, list(cfg.paths)
+      return cfg, paths
     paths = []
     for path in cfg.paths:
       found = _below(path, cfg.mode)
@@ -120,6 +121,7 @@ def get_first_valid_restore_config_and_paths(
 
 def _below(path: str, mode: str) -> list[str]:
   """Return the checkpoints that mode 'latest' or 'all' selects for `path`."""
+  path = sources.folder_of(path)
   stored_as = sources.detect_format(path)
   if discovery.is_checkpoint_dir_name(path) and files.path(path).is_dir():
     if stored_as == sources.HuggingFaceSource.format:

@@ -101,8 +101,10 @@ class RestoreCheckpointConfig(options.RestoreOptions):
       None the name is not restored. Ignored when a run resumes from its own directory.
     strict: whether stored arrays that are not in the target state are an error.
     fallback_to_scratch: whether arrays that are missing in the checkpoint are initialised, and stored arrays that are
-      not in the target state are ignored. Training also initialises the rest if `builders` without a path build only
-      parameters.
+      not in the target state are ignored. A list of regular expressions allows new values only for parameters whose
+      names (without `target/`) one of them matches in full, such as `decoder/logits_dense/.*`, with their optimizer
+      state. If another optimizer wrote the checkpoint, the entire state of the optimizer is new.
+      Training also initialises the rest if `builders` without a path build only parameters.
     dtype: floating dtype for the restored `target` and `param_average`; None for the dtypes of the target state, which
       training keeps. With 'bfloat16' a network of compute dtype float32 multiplies bfloat16 numbers, with sums in
       float32.

@@ -15,9 +15,11 @@ from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import options
+from t5x_lite.checkpoints import plain_paths
 from t5x_lite.checkpoints import restore
 from t5x_lite.checkpoints import sources
 from t5x_lite.checkpoints import transforms
+from t5x_lite.checkpoints.sources import folder_of
 from t5x_lite.checkpoints.sources import t5x_index
 from t5x_lite.compat import names as t5x_names
 
@@ -47,15 +49,6 @@ def tensorflow_error(path: discovery.PathLike) -> errors.CheckpointError:
   """Return the error for a checkpoint of TensorFlow, with the alternative."""
   sentence = t5x_names.remedy('t5x.checkpoints', 'Checkpointer.restore_from_tf_checkpoint')
   return errors.CheckpointError(f'{os.fspath(path)!r} cannot be restored. {sentence}')
-
-
-def folder_of(path: discovery.PathLike) -> str:
-  """Return the folder of a checkpoint, given it or T5X's file `checkpoint` in it."""
-  root = files.path(path)
-  # Names of models of the Hugging Face hub stay as they are.
-  if root.name == t5x_index.FILENAME and root.is_file():
-    return str(root.parent)
-  return os.fspath(path)
 
 
 def find_checkpoint(path: discovery.PathLike, step: int | None = None) -> str:
@@ -187,7 +180,10 @@ def get_restore_parameters(directory: discovery.PathLike, structure: Any) -> Any
   import orbax.checkpoint as ocp
 
   handlers = ocp.type_handlers
-  root = epath.Path(directory)
+  if files.is_remote(directory):
+    root = epath.Path(directory)
+  else:
+    root = epath.Path(plain_paths.plain_path(directory))
   shared = {
     'parent_dir': root,
     'is_ocdbt_checkpoint': handlers.is_ocdbt_checkpoint(root),

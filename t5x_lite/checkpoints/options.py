@@ -52,6 +52,11 @@ _PATHS = checks.Expectation(
   ),
   'For new parameters, set CheckpointConfig.restore = None.',
 )
+_FALLBACK = checks.Expectation(
+  f'True, False or {base.PATTERNS.text}',
+  lambda value: isinstance(value, bool) or base.PATTERNS.holds(value),
+  base.PATTERNS.remedy,
+)
 _BUILDERS = checks.Expectation(
   'a sequence of builders, those on shapes before those on arrays',
   lambda builders: (
@@ -136,7 +141,7 @@ class RestoreOptions:
   mode: str = 'latest'
   assignment_map: Sequence[tuple[str, str | None]] | None = None
   strict: bool = True
-  fallback_to_scratch: bool = False
+  fallback_to_scratch: bool | Sequence[str] = False
   dtype: str | None = None
   restore_dataset: bool = True
   checkpointer_cls: Any = None
@@ -156,12 +161,14 @@ class RestoreOptions:
       assignment_map=base.ASSIGNMENT_MAP,
       dtype=FLOAT_DTYPE.or_none(),
       strict=checks.instance(bool, 'True or False'),
-      fallback_to_scratch=checks.instance(bool, 'True or False'),
+      fallback_to_scratch=_FALLBACK,
       use_param_average=checks.instance((bool, type(None)), 'True, False or None'),
       state_transformation_fns=_FUNCTIONS_OR_BUILDERS,
     )
     if self.dtype is not None:  # Recorded settings are JSON, and @jnp.bfloat16 is a class.
       object.__setattr__(self, 'dtype', jnp.dtype(self.dtype).name)
+    if not isinstance(self.fallback_to_scratch, bool):
+      object.__setattr__(self, 'fallback_to_scratch', tuple(self.fallback_to_scratch))
     # As in T5X, the functions include the assignment map, for callers that pass only the functions on.
     fns = [
       fn for fn in self.state_transformation_fns if not isinstance(fn, transforms.AssignmentMap)

@@ -5,10 +5,9 @@ Checkpoints are verified, the result is compared with the target, and only the n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import logging
-import os
 from typing import Any
 import urllib.parse
 
@@ -29,12 +28,29 @@ from t5x_lite.checkpoints import transforms
 from t5x_lite.checkpoints.builders import base
 from t5x_lite.checkpoints.builders import chain
 from t5x_lite.formatting import first_names
+from t5x_lite.formatting import group_names
 from t5x_lite.networks.t5_config import StackConfig
 
 _logger = logging.getLogger(__name__)
 
 # Arrays to which the dtype options apply; the optimizer's state keeps its dtypes.
 _CAST_SECTIONS = ('target/', 'param_average/')
+_WORDS_OF_SECTIONS = ("the optimizer's state", 'averages of parameters')
+# Number of names that a log line lists without line breaks.
+_MAX_NAMES = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fit:
+  """Difference of a stored state from the state of a model.
+
+  Attributes:
+    new: names of arrays that are not restored and get new values.
+    ignored: names of stored arrays that are not in the state of the model.
+  """
+
+  new: tuple[str, ...] = ()
+  ignored: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,10 +137,10 @@ def restore_checkpoint(
     CheckpointError: the checkpoint does not exist or does not fit.
     ConfigError: `fallback_to_scratch` needs `initial_state_fn`, or the path is remote.
   """
-  name = None if path is None else os.fspath(path)
+  name = None if path is None else sources.folder_of(path)
   cfg = restore_cfg or options.RestoreOptions(path=name, mode='specific')
   builders = chain.chain_of(
-    path, cfg, transformation_fns=transformation_fns, is_resuming=is_resuming
+    name, cfg, transformation_fns=transformation_fns, is_resuming=is_resuming
   )
   goal = base.TargetState(
     state_dict=target,
@@ -134,11 +150,11 @@ def restore_checkpoint(
   )
   flat_shardings = _flat_shardings(shardings, target, goal.wanted)
   optional = optional or {}
-  built = _build(
+  stored, built = _build(
     builders,
     goal,
     cfg,
-    path,
+    name,
     begins=from_params_fn is not None,
     initializes=initial_state_fn is not None,
     optional=optional,
@@ -148,11 +164,14 @@ def restore_checkpoint(
     added |= {each: value for each, value in values.items() if each not in built.arrays}
   if added:
     _logger.info('New in this run, without values in the checkpoint: %s.', first_names(list(added)))
-  missing = [each for each in goal.wanted if each not in built.arrays and each not in added]
+  fit = _fit_of(stored, built, goal)
+  missing = [each for each in fit.new if each not in added]
   begun = []
   if from_params_fn is not None and not is_resuming:
     begun = [each for each in missing if each.startswith(base.FROM_PARAMS)]
   others = [each for each in missing if each not in begun]
+  if fit.ignored:
+    _logger.info('Not restored, since the model does not have them: %s.', _joined(fit.ignored))
   arrays = {each: array for each, array in built.arrays.items() if each in goal.wanted}
   state = _placed(arrays, others, goal, flat_shardings, initial_state_fn)
   state |= state_io.place(added, goal.wanted, flat_shardings)
@@ -187,7 +206,7 @@ def check_fits(
   may_begin: bool = False,
   network: StackConfig | None = None,
   optional: Mapping[str, Mapping[str, Any]] | None = None,
-) -> None:
+) -> Fit:
   """Raise if a state cannot be restored into the structure of `target`; reads no values.
 
   Functions with T5X's signature are applied to shapes, see `transforms.transform_shapes`.
@@ -202,14 +221,17 @@ def check_fits(
     network: see `restore_checkpoint`.
     optional: see `restore_checkpoint`.
 
+  Returns:
+    The names of the arrays that will be new, and of the stored arrays that will not be restored.
+
   Raises:
     CheckpointError: the checkpoint does not exist or does not fit.
     ValuesNeededError: a function needs values, so the result is unknown.
   """
-  name = None if path is None else os.fspath(path)
+  name = None if path is None else sources.folder_of(path)
   cfg = restore_cfg or options.RestoreOptions(path=name, mode='specific')
   builders = chain.chain_of(
-    path, cfg, transformation_fns=transformation_fns, is_resuming=is_resuming
+    name, cfg, transformation_fns=transformation_fns, is_resuming=is_resuming
   )
   goal = base.TargetState(
     state_dict=target,
@@ -218,11 +240,11 @@ def check_fits(
     is_resuming=is_resuming,
     has_values=False,
   )
-  built = _build(
+  stored, built = _build(
     builders,
     goal,
     cfg,
-    path,
+    name,
     begins=may_begin,
     initializes=may_begin,
     optional=optional or {},
@@ -236,6 +258,14 @@ def check_fits(
       'optimizer has no state. Use the optimizer of the checkpoint, or start a new run from the checkpoint in '
       'another MODEL_DIR.'
     )
+  return _fit_of(stored, built, goal)
+
+
+def _fit_of(stored: base.BuiltState, built: base.BuiltState, goal: base.TargetState) -> Fit:
+  return Fit(
+    new=tuple(name for name in goal.wanted if name not in built.arrays),
+    ignored=tuple(transforms.surplus_names(stored.arrays, goal.wanted)),
+  )
 
 
 def _has_builders(cfg: options.RestoreOptions, goal: base.TargetState) -> bool:
@@ -246,13 +276,13 @@ def _build(
   builders: chain.Chain,
   goal: base.TargetState,
   cfg: options.RestoreOptions,
-  path: discovery.PathLike | None,
+  path: str | None,
   *,
   begins: bool,
   initializes: bool,
   optional: Mapping[str, Mapping[str, Any]],
-) -> base.BuiltState:
-  """Return the state that the builders on shapes build, after comparing it with the wanted one.
+) -> tuple[base.BuiltState, base.BuiltState]:
+  """Compare the state that the builders on shapes build with the wanted one.
 
   Args:
     builders: the chain.
@@ -262,6 +292,9 @@ def _build(
     begins: whether an optimizer and an average can begin from the parameters.
     initializes: whether missing arrays can be initialised.
     optional: see `restore_checkpoint`.
+
+  Returns:
+    (the state that the builders build, the same without parts that are replaced because they are incomplete).
 
   Raises:
     CheckpointError: the state does not fit.
@@ -285,6 +318,7 @@ def _build(
     sections += base.FROM_PARAMS
   if initializes and not goal.is_resuming:
     sections += base.FROM_SCRATCH
+  complete = built
   fresh = tuple(section for section in sections if section in absent)
   # A part of which only some arrays are built is replaced.
   partial = {name for name in goal.wanted if name.startswith(fresh) and name not in built.arrays}
@@ -294,21 +328,69 @@ def _build(
   # Builders without a checkpoint of the entire model may build some of the parameters, and nothing else.
   has_more = any(name.startswith(base.FROM_PARAMS) for name in built.arrays)
   is_partial = path is None and initializes and not has_more
-  is_lenient = cfg.fallback_to_scratch
+  may_be_new = _names_that_may_be_new(cfg, goal.wanted)
   expected = {
     name: leaf
     for name, leaf in goal.wanted.items()
-    if name in built.arrays or not name.startswith((*fresh, *optional))
+    if name in built.arrays or not (name.startswith((*fresh, *optional)) or name in may_be_new)
   }
   transforms.check_fit(
     built.arrays,
     expected,
-    allow_surplus=is_lenient or not cfg.strict,
-    allow_missing=is_lenient or is_partial,
-    where=chain.describe(None if path is None else os.fspath(path), cfg),
+    allow_surplus=bool(cfg.fallback_to_scratch) or not cfg.strict,
+    allow_missing=cfg.fallback_to_scratch is True or is_partial,
+    where=chain.describe(path, cfg),
     what='state built from' if _has_builders(cfg, goal) else 'checkpoint',
   )
-  return built
+  return complete, built
+
+
+def _names_that_may_be_new(
+  cfg: options.RestoreOptions, wanted: Mapping[str, Any]
+) -> frozenset[str]:
+  """Return the parameters that the patterns of `fallback_to_scratch` match, and the state that belongs to them."""
+  if isinstance(cfg.fallback_to_scratch, bool):
+    return frozenset()
+  owner = 'RestoreCheckpointConfig.fallback_to_scratch'
+  params = base.matching_params(cfg.fallback_to_scratch, wanted, owner)
+  return frozenset([*params, *_state_of(params, wanted)])
+
+
+def _state_of(params: Iterable[str], names: Iterable[str]) -> list[str]:
+  """Return the names, of optimizer state and averages, that have the path of one of the parameters."""
+  paths = {tuple(name.removeprefix(base.PARAMS).split('/')) for name in params}
+  lengths = {len(path) for path in paths}
+  found = []
+  for name in names:
+    parts = tuple(name.split('/'))
+    if name.startswith(base.FROM_PARAMS) and any(
+      parts[i : i + length] in paths for length in lengths for i in range(len(parts))
+    ):
+      found.append(name)
+  return found
+
+
+def describe_names(names: Sequence[str]) -> list[str]:
+  """Return texts for many arrays: groups of parameters, the number of arrays of their state, and the others."""
+  params = [name for name in names if name.startswith(base.PARAMS)]
+  theirs = _state_of(params, names)
+  texts = group_names(params)
+  if theirs:
+    texts.append(f'their optimizer state and averages ({len(theirs)} arrays)')
+  left = set(names).difference(params, theirs)
+  for section, words in zip(base.FROM_PARAMS, _WORDS_OF_SECTIONS, strict=True):
+    others = [name for name in names if name in left and name.startswith(section)]
+    if len(others) > _MAX_NAMES:
+      texts.append(f'{words} ({len(others)} arrays)')
+      left.difference_update(others)
+  return texts + group_names(name for name in names if name in left)
+
+
+def _joined(names: Sequence[str]) -> str:
+  texts = describe_names(names)
+  if len(texts) <= _MAX_NAMES:
+    return ', '.join(texts)
+  return '\n  '.join([f'{len(names)} arrays:', *texts])
 
 
 def _placed(
@@ -384,7 +466,7 @@ def _initial_arrays(
       'state. Restore through a command that initialises the model, or set fallback_to_scratch=False.'
     )
   if missing:
-    _logger.info('New, initialised from scratch: %s.', first_names(missing))
+    _logger.info('New, initialised from scratch: %s.', _joined(missing))
   initial = tree_utils.flatten_dict(initial_state_fn())
   return {name: initial[name] for name in dict.fromkeys((*missing, *sorted(needed)))}
 
@@ -392,8 +474,7 @@ def _initial_arrays(
 def _sections_or_names(missing: Sequence[str], state: Mapping[str, Any]) -> str:
   """Return the `missing` names for a message, with one entry for a section of which `state` has no array."""
   parts = []
-  words_of = ("the optimizer's state", 'averages of parameters')
-  for section, words in zip(base.FROM_PARAMS, words_of, strict=True):
+  for section, words in zip(base.FROM_PARAMS, _WORDS_OF_SECTIONS, strict=True):
     names = [name for name in missing if name.startswith(section)]
     if names and not any(name.startswith(section) for name in state):
       parts.append(f'{words} ({len(names)} arrays)')

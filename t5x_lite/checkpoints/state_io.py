@@ -26,6 +26,7 @@ from t5x_lite import tree_utils
 from t5x_lite import untrusted
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import manifest
+from t5x_lite.checkpoints import plain_paths
 from t5x_lite.checkpoints import store_io
 
 # Weights hardly compress: zstd makes the files 8 % smaller and the write 50 % slower.
@@ -35,7 +36,8 @@ HANDLER_OPTIONS: Mapping[str, Any] = {
   'use_compression': False,
 }
 _BARRIER_TIMEOUT_SECONDS = 1200
-_INDEX = '_METADATA'
+# Orbax's index of the names of arrays.
+INDEX_FILENAME = '_METADATA'
 # More than the number of files that Orbax writes in addition to the arrays of a state.
 _MAX_EARLIER_ERRORS = 100
 _REMEDY = 'Copy the checkpoint again, or restore another one.'
@@ -151,7 +153,8 @@ class StateWriter:
       except Exception as e:  # pylint: disable=broad-exception-caught
         py_logging.getLogger(__name__).debug('An error of an earlier write: %s', e)
     self._checkpointer.save(
-      directory, args=ocp.args.PyTreeSave(tree_utils.unflatten_dict(flat_state))
+      plain_paths.plain_path(directory),
+      args=ocp.args.PyTreeSave(tree_utils.unflatten_dict(flat_state)),
     )
 
   def finish(self) -> None:
@@ -173,7 +176,7 @@ def state_dir(checkpoint_dir: files.PathLike) -> files.Path:
   problem = f"there is no Orbax PyTree (a file _METADATA) in it or in its folder '{discovery.STATE_DIRNAME}'"
   for name in itertools.chain((discovery.STATE_DIRNAME, ''), manifest.attempts(root)):
     candidate = root / name
-    if (candidate / _INDEX).is_file():
+    if (candidate / INDEX_FILENAME).is_file():
       problem = untrusted.tree_problem(root, name) or _problem_of_names(candidate)
       if problem is None:
         return candidate
@@ -184,12 +187,14 @@ def state_dir(checkpoint_dir: files.PathLike) -> files.Path:
 def _problem_of_names(directory: files.Path) -> str | None:
   """Return the first problem of the names of arrays, which are folder names without OCDBT; None if all are valid."""
   try:
-    entries = json.loads(untrusted.read_limited(directory, _INDEX))['tree_metadata'].values()
+    entries = json.loads(untrusted.read_limited(directory, INDEX_FILENAME))[
+      'tree_metadata'
+    ].values()
     names = ['.'.join(str(key['key']) for key in entry['key_metadata']) for entry in entries]
   except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
     return None  # Orbax reports the problem
   problems = (
-    f'in {_INDEX}, the name of an array {problem}'
+    f'in {INDEX_FILENAME}, the name of an array {problem}'
     for name in names
     if (problem := untrusted.name_problem(name)) is not None
   )
@@ -228,7 +233,7 @@ def read_shapes(directory: files.Path) -> dict[str, jax.ShapeDtypeStruct]:
     ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
     _explained(f'index of {str(directory)!r}'),
   ):
-    tree = checkpointer.metadata(directory).item_metadata.tree
+    tree = checkpointer.metadata(plain_paths.plain_path(directory)).item_metadata.tree
   leaves = {
     name: leaf for name, leaf in tree_utils.flatten_dict(tree).items() if hasattr(leaf, 'shape')
   }
@@ -311,7 +316,8 @@ def read_arrays(
     _explained(f'data of {str(directory)!r}'),
   ):
     tree = checkpointer.restore(
-      directory, args=ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=True)
+      plain_paths.plain_path(directory),
+      args=ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=True),
     )
   return tree_utils.flatten_dict(tree)
 

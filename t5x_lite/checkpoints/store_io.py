@@ -21,6 +21,7 @@ import numpy as np
 from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import untrusted
+from t5x_lite.checkpoints import plain_paths
 
 _INDEX = '_METADATA'
 _DATABASE = 'manifest.ocdbt'
@@ -486,7 +487,8 @@ def kvstore(directory: files.Path) -> dict[str, Any]:
   """Return TensorStore's specification of the store of a folder's files."""
   if not files.is_remote(directory):
     # TensorStore rejects '..'.
-    return {'driver': 'file', 'path': f'{os.path.realpath(directory)}/'}
+    resolved = plain_paths.plain_path(os.path.realpath(directory))
+    return {'driver': 'file', 'path': f'{resolved}/'}
   from t5x_lite import object_store
 
   return object_store.kvstore_spec(directory)

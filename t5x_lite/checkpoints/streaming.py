@@ -25,6 +25,7 @@ from t5x_lite.checkpoints import commit as commit_lib
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import lock
 from t5x_lite.checkpoints import manifest
+from t5x_lite.checkpoints import plain_paths
 from t5x_lite.checkpoints import state_io
 from t5x_lite.checkpoints import store_io
 
@@ -198,4 +199,7 @@ def _save(directory: files.Path, leaves: Mapping[str, _Leaf]) -> None:
   registry = ocp.type_handlers.create_type_handler_registry((_Leaf, _handler_class()()))
   handler = ocp.PyTreeCheckpointHandler(**state_io.HANDLER_OPTIONS, type_handler_registry=registry)
   with ocp.Checkpointer(handler) as checkpointer:
-    checkpointer.save(directory, args=ocp.args.PyTreeSave(tree_utils.unflatten_dict(leaves)))
+    checkpointer.save(
+      plain_paths.plain_path(directory),
+      args=ocp.args.PyTreeSave(tree_utils.unflatten_dict(leaves)),
+    )

@@ -77,7 +77,7 @@ def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     now: the identity of the current data.
 
   Raises:
-    DataError: the message has all differences.
+    DataError: the message has the sources of the data if these differ, otherwise all differences.
   """
   now = json.loads(json.dumps(now))
   differences = [
@@ -85,6 +85,12 @@ def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     for key in sorted({*saved, *now})
     if saved.get(key) != now.get(key)
   ]
+  sources = (saved.get('source'), now.get('source'))
+  if None not in sources and sources[0] != sources[1]:  # Other differences follow from this one.
+    raise DataError(
+      f'The checkpoint holds a position in data of the source {sources[0]!r}, and this run reads the source '
+      f'{sources[1]!r}. Resume with --gin.DATA_SOURCE={sources[0]}, or {RESTART_REMEDY}.'
+    )
   if differences:
     raise DataError(
       'The checkpoint holds a position in other data than those of this run ('

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import contextlib
 import glob
 import hashlib
+import itertools
 import json
 import os
 from typing import Any
@@ -304,6 +305,9 @@ def _shown(content: bytes) -> str:
 def find_files(patterns: str | Sequence[str], what: str) -> list[str]:
   """Return the files that patterns such as `data/train-*.jsonl` match, sorted within each pattern.
 
+  `[` is a character of a name if such a file or folder exists (`run[1]/train-*.jsonl`), otherwise it begins a set of
+  characters (`train-[0-4].jsonl`).
+
   Args:
     patterns: one or several patterns, relative to the current folder or in an object store; `~` is the home folder.
     what: owner of the files, for messages.
@@ -333,9 +337,21 @@ def find_files(patterns: str | Sequence[str], what: str) -> list[str]:
 
 
 def _matches(pattern: str) -> list[str]:
-  """Return the sorted paths that a pattern matches."""
+  """Return the sorted paths that a pattern matches in the first of its readings that matches any."""
   if not files.is_remote(pattern):
-    return sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+    readings = _readings(os.path.expanduser(pattern))
+    return next(filter(None, (sorted(glob.glob(each, recursive=True)) for each in readings)), [])
   *bucket, name = pattern.split('/', 3)
+  root = files.path('/'.join(bucket))
   with reading(pattern):
-    return sorted(map(str, files.path('/'.join(bucket)).glob(name)))
+    return next(filter(None, (sorted(map(str, root.glob(each))) for each in _readings(name))), [])
+
+
+def _readings(pattern: str) -> Iterator[str]:
+  """Yield a pattern with `[` as a character of names, then with sets of characters in more and more components.
+
+  >>> list(_readings('a[1]/b-[0-4]'))
+  ['a[[]1]/b-[[]0-4]', 'a[[]1]/b-[0-4]', 'a[1]/b-[[]0-4]', 'a[1]/b-[0-4]']
+  """
+  components = [dict.fromkeys([each.replace('[', '[[]'), each]) for each in pattern.split('/')]
+  return map('/'.join, itertools.product(*components))

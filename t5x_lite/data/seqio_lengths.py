@@ -125,7 +125,8 @@ def _data_files(task: Any, cfg: DatasetConfig) -> list[str]:
   """Return the files of a split, as far as its source names them."""
   with contextlib.suppress(Exception), quiet():  # A user's source may raise anything.
     if cfg.use_cached:
-      return sorted(tf.io.gfile.glob(os.path.join(task.cache_dir, f'*{cfg.split}*')))
+      names = tf.io.gfile.listdir(task.cache_dir)  # A pattern would misread `[` in the path.
+      return sorted(os.path.join(task.cache_dir, name) for name in names if cfg.split in name)
     return list(task.source.list_shards(cfg.split))
   return []
 

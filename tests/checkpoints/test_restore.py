@@ -285,6 +285,33 @@ def test_fallback_to_scratch(saved):
     )
 
 
+def test_patterns_of_what_may_be_new(saved, caplog):
+  state = {'state/param_states/mu/new/kernel': spec(4, 4), 'target/other': spec(2)}
+  wanted = nested(flat_target(**{WI: None, 'target/new/kernel': spec(4, 4), **state}))
+
+  def fit(*patterns):
+    cfg = checkpoints.RestoreCheckpointConfig('x', 'specific', fallback_to_scratch=patterns)
+    return checkpoints.check_fits(saved / 'checkpoint_2', wanted, restore_cfg=cfg)
+
+  found = fit('new/.*', 'other')
+  assert set(found.new) == {'target/new/kernel', *state} and found.ignored == (WI,)
+  assert checkpoints.describe_names(found.new) == [
+    'target/new/kernel',
+    'target/other',
+    'their optimizer state and averages (1 arrays)',
+  ]
+  with pytest.raises(
+    errors.CheckpointError, match='1 missing from the checkpoint:\n    target/other'
+  ):
+    fit('new/.*')
+  with pytest.raises(errors.CheckpointError, match='must match names of parameters in full'):
+    fit('target/new/.*')
+  with pytest.raises(errors.ConfigError, match='True, False or a list of regular expressions'):
+    fit('(')
+  with pytest.raises(errors.ConfigError, match='True, False or a list'):
+    fit()
+
+
 def test_load_and_plain_orbax_checkpoints(saved, tmp_path, caplog):
   states.assert_same(checkpoints.load(saved / 'checkpoint_1'), states.flat_numpy(1))
   # Checkpoints of other programs have no manifest: they are restored with a warning, and no run resumes from them.

@@ -31,6 +31,36 @@ def test_read_tsv(tmp_path):
     data.read_tsv(tmp_path / 'none')
 
 
+@pytest.mark.parametrize(
+  'pattern, found',
+  [
+    ('run[1]/train.jsonl', ['run[1]/train.jsonl']),
+    ('run[1]/*.jsonl', ['run[1]/train.jsonl', 'run[1]/x-1.jsonl']),
+    ('run[1]/x-[0-4].jsonl', ['run[1]/x-1.jsonl']),
+    ('*/x-[0-4].jsonl', ['run1/x-1.jsonl', 'run[1]/x-1.jsonl']),
+    ('run[[]1]/train.jsonl', ['run[1]/train.jsonl']),
+    ('[a-z]un1/t[r]ain.jsonl', ['run1/train.jsonl']),
+    ('**/part[2].jsonl', ['a\\b/part[2].jsonl']),
+    ('a\\b/part[[]2].jsonl', ['a\\b/part[2].jsonl']),
+    ('{x}/%20#.jsonl', ['{x}/%20#.jsonl']),
+    ('-y/[!a].jsonl', ['-y/[!a].jsonl']),
+  ],
+)
+def test_brackets_are_characters_of_names_that_exist(pattern, found, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  for name in (
+    *('run[1]/train.jsonl', 'run1/train.jsonl', 'run[1]/x-1.jsonl', 'run1/x-1.jsonl'),
+    *('a\\b/part[2].jsonl', 'a\\b/part2.jsonl', '{x}/%20#.jsonl', '-y/[!a].jsonl', '-y/b.jsonl'),
+  ):
+    files.make_writable(tmp_path / name.partition('/')[0])
+    files.write(tmp_path / name, '{"inputs": "a"}')
+  assert records.find_files(pattern, 'x') == found
+  assert records.find_files(f'{tmp_path}/{pattern}', 'x') == [
+    f'{tmp_path}/{name}' for name in found
+  ]
+  assert records.JsonLines(records.find_files(pattern, 'x')).read([0]) == [b'{"inputs": "a"}']
+
+
 def test_files_in_stores(store):
   for name in ('a/train-1.jsonl', 'a/train-0.jsonl', 'a/b/c/train-2.jsonl', 'a/other.jsonl'):
     files.write(f'{store.root}/{name}', f'\n{{"inputs": "{name}"}}\n')
@@ -40,6 +70,10 @@ def test_files_in_stores(store):
   assert records.find_files(f'{store.root}/**/train-*.jsonl', 'x') == [
     f'{store.root}/a/b/c/train-2.jsonl',
     *found,
+  ]
+  files.write(f'{store.root}/a/train-[1].jsonl', '{}')  # Exists by this name.
+  assert records.find_files(f'{store.root}/?/train-[1].jsonl', 'x') == [
+    f'{store.root}/a/train-[1].jsonl'
   ]
   with pytest.raises(
     errors.DataError, match=f'no file matches .{store.root}/a/train.jsonl.. Write'

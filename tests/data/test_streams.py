@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from t5x_lite import data
+from t5x_lite.data import positions
 from t5x_lite.data import streams
 from t5x_lite.data.synthetic import SyntheticExamples
 from t5x_lite.errors import DataError
@@ -135,3 +136,14 @@ def test_a_mixture_ends_before_the_first_example_beyond_the_epochs_of_its_task(
     if example[name] == num_epochs * ends[name]
   )
   assert mixture.num_examples(num_epochs) == first
+
+
+def test_a_position_in_data_of_another_source_names_the_flag():
+  saved = {'source': 'seqio', 'seed': 0, 'rates': [1]}
+  with pytest.raises(
+    DataError, match="'seqio', and .*'grain'. Resume with --gin.DATA_SOURCE=seqio,"
+  ) as raised:
+    positions.check_identity(saved, {'source': 'grain', 'seed': 1})
+  assert 'seed' not in str(raised.value) and 'rates' not in str(raised.value)
+  with pytest.raises(DataError, match='seed: saved 0, now 1'):
+    positions.check_identity(saved, {**saved, 'seed': 1})

@@ -3,6 +3,20 @@
 from tests.mutation.mutant import Mutant
 
 MUTANTS = (
+  Mutant(
+    'an_index_may_lack_any_tensor',
+    't5x_lite/checkpoints/hugging_face/tensor_files.py',
+    'listed -= self._tied - set(entries)',
+    'listed &= set(entries)',
+    'tests/checkpoints/hugging_face/test_tensor_files.py::test_an_index_may_name_shared_tensors_that_no_file_holds',
+  ),
+  Mutant(
+    'a_checkpoint_is_not_named_by_its_index',
+    't5x_lite/checkpoints/sources/detect.py',
+    'root.name in _INDEX_FILES and root.is_file()',
+    'root.name in _INDEX_FILES and root.is_dir()',
+    'tests/checkpoints/sources/test_sources.py::test_a_checkpoint_may_be_named_by_a_file_in_it',
+  ),
   # Of folders for transformers, noticed by its recorded results.
   Mutant(
     'experts_are_stacked_in_another_order',

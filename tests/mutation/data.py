@@ -4,6 +4,13 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'brackets_are_never_characters_of_names',
+    't5x_lite/data/records.py',
+    "each.replace('[', '[[]')",
+    'each',
+    'tests/data/test_records.py::test_brackets_are_characters_of_names_that_exist',
+  ),
+  Mutant(
     'computed_lengths_count_one_example',
     't5x_lite/data/feature_lengths.py',
     'longest[feature] = max(longest.get(feature, 1), length)',

@@ -4,6 +4,41 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'any_size_is_only_a_warning',
+    't5x_lite/apps/common/memory.py',
+    'if needed >= _ERROR_FACTOR * available:',
+    'if not available:',
+    'tests/apps/common/test_memory.py::test_memory',
+  ),
+  Mutant(
+    'lion_continues_from_moments_of_adamw',
+    't5x_lite/apps/common/start.py',
+    'is_other = not _are_related(saved_with, own)',
+    'is_other = False',
+    'tests/apps/train/test_dry_run.py::test_another_optimizer_begins_anew',
+  ),
+  Mutant(
+    'a_dry_run_reads_no_batch',
+    't5x_lite/apps/train/run.py',
+    'raise no_batch_error(cfg.train_dataset_cfg)',
+    'return',
+    'tests/apps/train/test_dry_run.py::test_what_a_run_rejects[True]',
+  ),
+  Mutant(
+    'a_late_schedule_is_not_noticed',
+    't5x_lite/apps/common/start.py',
+    'if found >= _LOW_SHARE * expected:',
+    'if found <= expected:',
+    'tests/apps/train/test_dry_run.py::test_learning_rates_of_a_run_from_a_checkpoint',
+  ),
+  Mutant(
+    'patterns_allow_any_new_array',
+    't5x_lite/checkpoints/restore.py',
+    'allow_missing=cfg.fallback_to_scratch is True or is_partial',
+    'allow_missing=bool(cfg.fallback_to_scratch) or is_partial',
+    'tests/checkpoints/test_restore.py::test_patterns_of_what_may_be_new',
+  ),
+  Mutant(
     'eval_period_0_evaluates_at_the_end',
     't5x_lite/apps/train/config.py',
     'at_end=period != 0)',

@@ -55,6 +55,7 @@ def describe(
   plan: str,
   num_microbatches: int,
   attention_kernels: Sequence[layers.KernelChoice] = (),
+  fit: checkpoints.Fit | None = None,
 ) -> str:
   """Return the description of a run before it starts: parameters, memory, batches and plan.
 
@@ -66,6 +67,7 @@ def describe(
     plan: plan of the run, see `plan.describe_plan`.
     num_microbatches: number of micro-batches per step.
     attention_kernels: kernels that `attention_kernel='auto'` takes.
+    fit: arrays that will be new or not restored.
   """
   report = partitioner.explain(train_state_shape)
   totals = report.totals()
@@ -86,8 +88,21 @@ def describe(
   ]
   if attention_kernels:
     parts.append('\n'.join(['Attention kernels', *map(str, attention_kernels)]))
-  parts.append(f'Plan\nstart        {start.description}\n{plan}')
+  parts.append('\n'.join([f'Plan\nstart        {start.description}', *_fit_lines(fit), plan]))
   return '\n\n'.join(parts)
+
+
+def _fit_lines(fit: checkpoints.Fit | None) -> list[str]:
+  """Return lines with the groups of arrays that will be new, and of stored ones that will not be restored."""
+  lines = []
+  for heading, names in (
+    ('new', fit.new if fit else ()),
+    ('not restored', fit.ignored if fit else ()),
+  ):
+    if names:
+      lines.append(f'{heading:<13}{len(names)} arrays')
+      lines += [f'               {text}' for text in checkpoints.describe_names(names)]
+  return lines
 
 
 def run_header(train_state_shape: PyTree, partitioner: partitioning.PjitPartitioner) -> str:

@@ -42,12 +42,17 @@ class FoundRun(NamedTuple):
 
 
 def find_run(path: str) -> FoundRun:
-  """Return the run of a path: a run directory, one of its checkpoints, or a folder of weights.
+  """Return the run of a path: a run directory, one of its checkpoints or an index file in it, or a folder of weights.
 
   Raises:
     ConfigError: the path is not a folder.
     CheckpointError: the folder has no checkpoint.
   """
+  from t5x_lite import checkpoints
+  from t5x_lite.checkpoints import discovery
+  from t5x_lite.checkpoints import sources
+
+  path = sources.folder_of(path)
   folder = files.path(path)
   if not folder.is_dir():
     near = did_you_mean(
@@ -60,9 +65,6 @@ def find_run(path: str) -> FoundRun:
       f'{path!r} must be a run directory (MODEL_DIR) or a checkpoint in it, such as runs/keyword_cloze/'
       f'checkpoint_500, got a {found}.{near}'
     )
-  from t5x_lite import checkpoints
-  from t5x_lite.checkpoints import discovery
-
   absolute = folder
   if not files.is_remote(path):
     absolute = files.path(os.path.abspath(path))

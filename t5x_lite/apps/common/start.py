@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import logging
+import math
 import os
+import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from t5x_lite import checkpoints
 from t5x_lite import checks
@@ -20,13 +23,16 @@ from t5x_lite import multihost
 from t5x_lite import non_finite
 from t5x_lite import optimizers
 from t5x_lite import partitioning
+from t5x_lite import schedules
 from t5x_lite import state_init
 from t5x_lite import summaries
 from t5x_lite import train_step
 from t5x_lite import trainer as trainer_lib
+from t5x_lite import tree_utils
 from t5x_lite.apps.common import output_folder
 from t5x_lite.checkpoints import builders
 from t5x_lite.errors import CheckpointError, ConfigError
+from t5x_lite.formatting import format_number
 from t5x_lite.layer_stacks import LayerStacks
 from t5x_lite.networks.stacks import StackNetwork
 from t5x_lite.networks.t5_config import RELPOS_FIELDS
@@ -35,6 +41,12 @@ from t5x_lite.train_state import InferenceState
 from t5x_lite.train_state import TrainState
 from t5x_lite.types import PyTree
 
+# Prefix of the names of an optimizer's state.
+OPTIMIZER_STATE = 'state/param_states/'
+# Factors of schedules for runs without a planned end, which continue over several runs.
+_ENDLESS_FACTORS = frozenset({'rsqrt_decay', 'rsqrt_normalized_decay', 'decay_every'})
+# Share of the expected learning rate below which a schedule probably started too early.
+_LOW_SHARE = 0.5
 # Seed of a run without one.
 DEFAULT_SEED = 0
 # Valid random seeds.
@@ -277,7 +289,7 @@ def check_start(
   *,
   for_training: bool = True,
   applies_transforms: bool = False,
-) -> None:
+) -> checkpoints.Fit:
   """Raise if names or shapes of a checkpoint do not match the state.
 
   The builders run on shapes, and read no values.
@@ -290,18 +302,21 @@ def check_start(
     applies_transforms: apply functions of `state_transformation_fns` to shapes, for `--dry_run`, with a warning for
       functions that need values. Otherwise a state that such a function changes is checked when it is restored.
 
+  Returns:
+    The names of arrays that will be new, and of stored ones that will not be restored; empty if they are unknown.
+
   Raises:
     CheckpointError: with the arrays that differ, and the optimizers if they differ.
   """
   if start.is_new:
-    return
+    return checkpoints.Fit()
   config = state_init.stack_config(model)
   chain = start.chain
   for path in start.paths_of_models:
     if config is not None:
       _check_tied_logits(path, config, checkpoints.read_metadata(path).get('network') or {})
   if any(builder.needs_values for builder in chain) and not applies_transforms:
-    return
+    return checkpoints.Fit()
   saved_with = None
   own = None
   if start.path is not None and not isinstance(state_shape, InferenceState):
@@ -309,7 +324,7 @@ def check_start(
     own = state_shape.optimizer_def.name
   is_other = saved_with is not None and own is not None and saved_with != own
   try:
-    checkpoints.check_fits(
+    fit = checkpoints.check_fits(
       start.path,
       state_shape.state_dict(),
       restore_cfg=start.restore_cfg,
@@ -325,7 +340,7 @@ def check_start(
       start.description,
       error,
     )
-    return
+    return checkpoints.Fit()
   except CheckpointError as error:
     if is_other:
       raise CheckpointError(
@@ -333,13 +348,89 @@ def check_start(
       ) from error
     raise
   has_builders = start.restore_cfg is not None and bool(start.restore_cfg.builders)
-  if is_other and not has_builders:  # most builders drop the state of the optimizer
+  # Most builders drop the state of the optimizer.
+  if is_other and not has_builders and not _drops_optimizer(start):
     logging.getLogger(__name__).warning(
       '%s was saved with the optimizer %s; this run continues from its state with %s.',
       start.path,
       saved_with,
       own,
     )
+  return fit
+
+
+def without_other_optimizer(start: StartingPoint, state_shape: TrainState) -> StartingPoint:
+  """Return the starting point without the stored state of another optimizer, if `fallback_to_scratch` is set.
+
+  Arrays of two optimizers may have the same names and shapes, such as the first moments of AdamW and Lion, with other
+  meanings. A rule of `assignment_map` for the state of the optimizer says that it is meant to be kept.
+
+  Args:
+    start: the starting point.
+    state_shape: shapes of the state of the run.
+  """
+  cfg = start.restore_cfg
+  if start.path is None or start.resumes or cfg is None or not cfg.fallback_to_scratch:
+    return start
+  source = checkpoints.open_source(start.path)
+  stored = [name for name in source.shapes() if name.startswith(OPTIMIZER_STATE)]
+  rules = tuple(cfg.assignment_map or ())
+  if not any(not any(re.fullmatch(rule[0], name) for rule in rules) for name in stored):
+    return start
+  saved_with = source.metadata.get('optimizer', {}).get('name')
+  own = state_shape.optimizer_def.name
+  if saved_with is None:
+    # Other programs do not record the optimizer.
+    wanted = tree_utils.flatten_dict(state_shape.state_dict())
+    is_other = _slots(source.shapes()) != _slots(wanted)
+    saved_with = 'another optimizer'
+  else:
+    is_other = not _are_related(saved_with, own)
+  if not is_other:
+    return start
+  logging.getLogger(__name__).info(
+    'The state of the optimizer is new: %s was saved with %s, and this run uses %s.',
+    start.path,
+    saved_with,
+    own,
+  )
+  kept = (*rules, (f'{OPTIMIZER_STATE}.*', None))
+  return dataclasses.replace(start, restore_cfg=dataclasses.replace(cfg, assignment_map=kept))
+
+
+def _drops_optimizer(start: StartingPoint) -> bool:
+  rules = start.restore_cfg and start.restore_cfg.assignment_map
+  return (f'{OPTIMIZER_STATE}.*', None) in (rules or ())
+
+
+def _are_related(one: str, other: str) -> bool:
+  """Return True if two names are of the same optimizer, or one is an optimizer that has the other one as a part."""
+  if one == other:
+    return True
+  parts, others = (re.findall(r'[\w.]+', name.partition('(')[2]) for name in (one, other))
+  return bool(parts) != bool(others) and (other in parts or one in others)
+
+
+def _slots(names: Iterable[str]) -> set[str]:
+  """Return the names of the arrays of an optimizer with `*` for the path of a parameter."""
+  names = list(names)
+  params = {tuple(name.split('/')[1:]) for name in names if name.startswith('target/')}
+  lengths = sorted({len(param) for param in params}, reverse=True)
+  found = set()
+  for name in names:
+    parts = name.split('/')
+    places = (
+      (i, length)
+      for length in lengths
+      for i in range(len(parts))
+      if tuple(parts[i : i + length]) in params
+    )
+    i, length = next(places, (0, 0))
+    if length:
+      parts[i : i + length] = '*'
+    if name.startswith(OPTIMIZER_STATE):
+      found.add('/'.join(parts))
+  return found
 
 
 def _check_tied_logits(path: str, config: StackConfig, network: Mapping[str, Any]) -> None:
@@ -458,6 +549,113 @@ def initial_stacks(
   return LayerStacks()
 
 
+def read_position(start: StartingPoint) -> tuple[dict[str, bytes] | None, int]:
+  """Return the position in the data that a run starts from, or None, and the number of processes that saved it.
+
+  Raises:
+    CheckpointDamagedError: a file of the checkpoint differs from its hash.
+  """
+  if start.path is None or start.restore_cfg is None or not start.restore_cfg.restore_dataset:
+    return None, 0
+  source = checkpoints.open_source(start.path)
+  if source.manifest is None or not source.manifest.num_data_processes:
+    return None, 0
+  source.verify()
+  state = checkpoints.read_data_state(start.path, source.manifest)
+  return state, source.manifest.num_data_processes
+
+
+def check_values(start: StartingPoint, state_shape: TrainState, *, requires_finite: bool) -> None:
+  """Raise if the checkpoints of a starting point are damaged; reads their values, for `--dry_run`.
+
+  Args:
+    start: the starting point.
+    state_shape: shapes of the state of the run.
+    requires_finite: whether NaN and infinite values are errors too, in arrays that are restored unchanged.
+
+  Raises:
+    CheckpointDamagedError: a file differs from its hash.
+    CheckpointError: an array has such values.
+  """
+  for path in start.paths_of_models:
+    checkpoints.open_source(path).verify()
+  cfg = start.restore_cfg
+  if not requires_finite or start.path is None or cfg is None or len(start.chain) > 1:
+    return
+  rules = () if start.resumes else tuple(cfg.assignment_map or ())
+  source = checkpoints.open_source(start.path)
+  wanted = tree_utils.flatten_dict(state_shape.state_dict())
+  for name in source.shapes():
+    if name in wanted and not any(re.fullmatch(rule[0], name) for rule in rules):
+      values = source.read_array(name)
+      if jnp.issubdtype(values.dtype, jnp.inexact) and non_finite.is_bad_array(name, values):
+        _raise_for_non_finite(start, [name])
+
+
+def report_learning_rates(
+  start: StartingPoint,
+  trainer: trainer_lib.BaseTrainer,
+  optimizer_def: optimizers.OptimizerDef,
+  last_step: float,
+  *,
+  begins_optimizer: bool,
+) -> None:
+  """Log the learning rates of the first and the last step of a run that starts from a foreign checkpoint.
+
+  A warning follows if the run has less than half of the rate that its schedule would have from step 0 on.
+
+  Args:
+    start: the starting point.
+    trainer: the trainer.
+    optimizer_def: the optimizer.
+    last_step: number of completed steps at the end of the run.
+    begins_optimizer: whether the state of the optimizer is new, with its count of updates.
+  """
+  if start.is_new or start.resumes or not start.step < last_step:
+    return
+  rates: dict[str, Any] = dict(optimizer_def.configured_learning_rates)
+  first = 0 if begins_optimizer else start.step  # Schedules of an optimizer count its updates.
+  if trainer.learning_rate_fn is not None:
+    rates = {'learning_rate': trainer.learning_rate_fn}
+    first = start.step
+  num_steps = None if last_step == math.inf else int(last_step) - start.step
+  for name, rate in rates.items():
+    steps = [first] if num_steps is None else [first, first + num_steps - 1]
+    values = schedules.learning_rates_at(rate, steps) if callable(rate) else [rate] * len(steps)
+    text = f'{format_number(values[0])} at the first step ({start.step + 1:,})'
+    if num_steps is not None:
+      text += f', {format_number(values[-1])} at the last ({int(last_step):,})'
+    owner = '' if name == 'learning_rate' else f' of {name}'
+    logging.getLogger(__name__).info('Learning rate%s: %s.', owner, text)
+    if callable(rate) and num_steps is not None and first:
+      _warn_of_late_schedule(rate, first, num_steps)
+
+
+def _warn_of_late_schedule(schedule: Any, first: int, num_steps: int) -> None:
+  """Warn if a schedule was probably meant to start at the first step of a run, which is step `first` for it."""
+  factors = getattr(schedule, 'names', ())
+  if set(factors) & _ENDLESS_FACTORS:
+    return
+  offsets = sorted({round(i * (num_steps - 1) / 63) for i in range(64)})
+  values = schedules.learning_rates_at(schedule, [*offsets, *(first + k for k in offsets)])
+  expected = max(values[: len(offsets)])
+  found = max(values[len(offsets) :])
+  if found >= _LOW_SHARE * expected:
+    return
+  if factors:
+    remedy = f'set --gin.schedules.create_learning_rate_scheduler.step_offset={first}'
+  else:
+    remedy = 'set RestoreCheckpointConfig.builders = [@builders.StartAtStep()]'
+  logging.getLogger(__name__).warning(
+    'The learning rate of this run is at most %s, since its schedule counts the %s steps of the checkpoint too; from '
+    'step 0 on it reaches %s. To start the schedule with this run, %s.',
+    format_number(found),
+    f'{first:,}',
+    format_number(expected),
+    remedy,
+  )
+
+
 def record_data(start: StartingPoint, run_facts: dict[str, Any], cfg: data.DatasetConfig) -> None:
   """Record the facts that the order of the data depends on, and warn of changes since the last save.
 
@@ -523,7 +721,10 @@ def check_finite(start: StartingPoint, state: TrainState) -> None:
   Raises:
     CheckpointError: with the name of the first such array.
   """
-  names = non_finite.find_in_state(state.state_dict())
+  _raise_for_non_finite(start, non_finite.find_in_state(state.state_dict()))
+
+
+def _raise_for_non_finite(start: StartingPoint, names: Sequence[str]) -> None:
   if names:
     if len(names) > 1:
       more = f' and {len(names) - 1} more arrays'

@@ -258,6 +258,7 @@ def open_newest(path: str) -> sources.StateSource:
   Raises:
     CheckpointError: no checkpoint is readable.
   """
+  path = sources.folder_of(path)
   if sources.detect_format(path) is None:
     if checkpoints.all_steps(path):
       step = checkpoints.newest_sound_step(path)

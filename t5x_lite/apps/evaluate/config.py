@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import json
 from typing import Any
 
 from t5x_lite import checkpoints
@@ -111,7 +112,8 @@ class EvaluateConfig:
         'dtype': restore_cfg.dtype,
         'assignment_map': repr(restore_cfg.assignment_map),
         'strict': restore_cfg.strict,
-        'fallback_to_scratch': restore_cfg.fallback_to_scratch,
+        # Recorded as JSON, which has no tuples.
+        'fallback_to_scratch': json.loads(json.dumps(restore_cfg.fallback_to_scratch)),
         **builders.identity(restore_cfg),
       }
     identity: dict[str, Any] = {

@@ -14,7 +14,7 @@ from t5x_lite import multihost
 from t5x_lite import runtime
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.common import waiting
-from t5x_lite.errors import DataStalledError
+from t5x_lite.errors import DataError, DataStalledError
 from t5x_lite.types import Batch
 
 T = TypeVar('T')
@@ -25,6 +25,14 @@ _COMPUTING_SECONDS = 0.002
 
 class _StopRequested(Exception):
   """Ends the wait for a batch because the run must stop."""
+
+
+def no_batch_error(cfg: data.DatasetConfig) -> DataError:
+  """Return the error for training data that ends before the first step."""
+  return DataError(
+    f'The training data {cfg.name!r} must have at least one batch of {cfg.batch_size} rows, got its end before the '
+    'first step. Reduce the batch size or raise DatasetConfig.num_epochs.'
+  )
 
 
 class TrainBatches:

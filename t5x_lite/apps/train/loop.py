@@ -29,13 +29,13 @@ from t5x_lite.apps.common.evaluations import EvaluationInterrupted
 from t5x_lite.apps.common.evaluations import RunEvaluations
 from t5x_lite.apps.common.plan import Stretch
 from t5x_lite.apps.train.batches import TrainBatches
+from t5x_lite.apps.train.batches import no_batch_error
 from t5x_lite.apps.train.compilation import StepCompilation
 from t5x_lite.apps.train.config import TrainConfig
 from t5x_lite.apps.train.saves import TrainSaves
 from t5x_lite.apps.train.step_log import StepLog
 from t5x_lite.errors import (
   CheckpointDamagedError,
-  DataError,
   NonFiniteMetricError,
   StoppedOnSignalError,
   did_you_mean,
@@ -469,11 +469,7 @@ class TrainLoop:
     if step >= self.last_step or not self.batches.reached_end():
       return
     if step == self.facts['start_step']:
-      raise DataError(
-        f'The training data {self.cfg.train_dataset_cfg.name!r} must have at least one batch of '
-        f'{self.cfg.train_dataset_cfg.batch_size} rows, got its end before the first step. Reduce the '
-        'batch size or raise DatasetConfig.num_epochs.'
-      )
+      raise no_batch_error(self.cfg.train_dataset_cfg)
     self.progress.log(f'The training data ended after step {step:,}.')
 
   def _begin_progress(self, step: int) -> None:

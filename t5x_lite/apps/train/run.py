@@ -31,6 +31,7 @@ from t5x_lite import trainer as trainer_lib
 from t5x_lite.actions import TRAIN_METRIC_KEY
 from t5x_lite.actions import ActionMode
 from t5x_lite.actions import run_actions
+from t5x_lite.apps.common import memory as memory_lib
 from t5x_lite.apps.common import parts as parts_lib
 from t5x_lite.apps.common import plan as plan_lib
 from t5x_lite.apps.common import report
@@ -40,6 +41,7 @@ from t5x_lite.apps.common.evaluations import EvaluationInterrupted
 from t5x_lite.apps.common.evaluations import RunEvaluations
 from t5x_lite.apps.common.evaluations import due_names
 from t5x_lite.apps.train.batches import TrainBatches
+from t5x_lite.apps.train.batches import no_batch_error
 from t5x_lite.apps.train.compilation import StepCompilation
 from t5x_lite.apps.train.compilation import log_compilation
 from t5x_lite.apps.train.config import TrainConfig
@@ -264,9 +266,18 @@ def train(
       last_step=last_step,
     )
     state_shape = initializer.global_train_state_shape
+    memory_lib.check_run(state_shape, cfg.partitioner, run_data.element_specs)
     if not start.is_new:
       checkpoints.check_keeps_dtypes(state_shape.state_dict(), start.restore_cfg)
-    start_lib.check_start(start, state_shape, cfg.model, applies_transforms=cfg.dry_run)
+    start = start_lib.without_other_optimizer(start, state_shape)
+    fit = start_lib.check_start(start, state_shape, cfg.model, applies_transforms=cfg.dry_run)
+    start_lib.report_learning_rates(
+      start,
+      trainer,
+      cfg.model.optimizer_def,
+      last_step,
+      begins_optimizer=any(name.startswith(start_lib.OPTIMIZER_STATE) for name in fit.new),
+    )
 
     def on_wait() -> None:
       watchdog.beat()
@@ -274,7 +285,7 @@ def train(
 
     def is_computing() -> bool:
       step: Any = trainer.step_state.step
-      return not step.is_ready()
+      return not cfg.dry_run and not step.is_ready()
 
     def note(text: str) -> None:
       if signals.is_due():
@@ -300,7 +311,33 @@ def train(
       names = checkpoints.metric_names(save_cfg)
     run_evaluations.check_metric_names(names)
     plan_fn = functools.partial(cfg.plan, last_step=last_step, pause_steps=profiler.pause_steps)
+
+    # Data: the position in it, before the state is read, since a checkpoint may hold a position in other data.
+    data_state, num_data_processes = start_lib.read_position(start)
+    if data_state is not None:
+      start_lib.warn_of_process_count(start, num_data_processes, batches)
+      batches.set_state(data_state)
+      opening.until(batches.open, 'restoring the position in the training data')
+    elif start.resumes:
+      logging.getLogger(__name__).warning(
+        'The checkpoint has no position in the data (save_dataset=False): the data starts from its beginning.'
+      )
+    start_lib.record_data(start, facts, cfg.train_dataset_cfg)
+    train_batches = TrainBatches(
+      batches,
+      should_stop=signals.is_due,
+      ends_wait=lambda: signals.ends_waits,
+      facts={} if data_state is None else facts,
+      first_step=first_step,
+      max_batch_seconds=cfg.max_batch_seconds,
+      on_wait=on_wait,
+      is_computing=is_computing,
+      phase_fn=events.phase,
+    )
     if cfg.dry_run:
+      if first_step < last_step:
+        _read_first_batch(cfg, train_batches, is_first=first_step == facts['start_step'])
+      start_lib.check_values(start, state_shape, requires_finite=trainer.non_finite.policy.tests)
       choices = parts_lib.trace_steps(trainer, run_data)
       text = report.describe(
         train_state_shape=state_shape,
@@ -314,6 +351,7 @@ def train(
         ),
         num_microbatches=trainer.num_microbatches,
         attention_kernels=choices,
+        fit=fit,
       )
       if multihost.is_lead():
         print(text)
@@ -327,31 +365,8 @@ def train(
     restored = start_lib.set_state(
       trainer, start, initializer, cfg.partitioner, cfg.model, init_rng
     )
-    has_position = False
-    if restored is not None:
-      if trainer.non_finite.policy.tests:
-        start_lib.check_finite(start, trainer.step_state)
-      has_position = restored.data_state is not None
-    if restored is not None and has_position:
-      start_lib.warn_of_process_count(start, restored.num_data_processes, batches)
-      batches.set_state(restored.data_state)
-      opening.until(batches.open, 'restoring the position in the training data')
-    elif start.resumes:
-      logging.getLogger(__name__).warning(
-        'The checkpoint has no position in the data (save_dataset=False): the data starts from its beginning.'
-      )
-    start_lib.record_data(start, facts, cfg.train_dataset_cfg)
-    train_batches = TrainBatches(
-      batches,
-      should_stop=signals.is_due,
-      ends_wait=lambda: signals.ends_waits,
-      facts=facts if has_position else {},
-      first_step=first_step,
-      max_batch_seconds=cfg.max_batch_seconds,
-      on_wait=on_wait,
-      is_computing=is_computing,
-      phase_fn=events.phase,
-    )
+    if restored is not None and trainer.non_finite.policy.tests:
+      start_lib.check_finite(start, trainer.step_state)
     configured_last_step = last_step
     # The run may have been stopped before this step's evaluation.
     last_step, evaluation_due = _find_end(last_step, train_batches, facts, start, cfg.whens)
@@ -444,6 +459,16 @@ def train(
         flush=True,
       )
     return step, train_state
+
+
+def _read_first_batch(cfg: TrainConfig, batches: TrainBatches, *, is_first: bool) -> None:
+  """Raise as a run would if the data has no first batch; `is_first` tells whether the run has had no step before."""
+  if next(batches, None) is not None:
+    return
+  if batches.error is not None:
+    raise batches.error
+  if batches.has_ended and is_first:
+    raise no_batch_error(cfg.train_dataset_cfg)
 
 
 def _make_watchdog(cfg: TrainConfig, events: runtime.EventLog) -> runtime.Watchdog:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from t5x_lite import checks
+from t5x_lite import errors
 from t5x_lite.checkpoints import lazy_arrays
 from t5x_lite.checkpoints import sources
 from t5x_lite.networks.t5_config import StackConfig
@@ -53,6 +54,25 @@ ASSIGNMENT_MAP = checks.Expectation(
   'pairs of a regular expression and a replacement or None',
   lambda rules: not _assignment_problem(rules),
   _assignment_problem,
+)
+
+
+def _is_pattern(pattern: Any) -> bool:
+  try:
+    return isinstance(pattern, str) and bool(re.compile(pattern))
+  except re.error:
+    return False
+
+
+PATTERNS = checks.Expectation(
+  'a list of regular expressions',
+  lambda patterns: (
+    isinstance(patterns, Sequence)
+    and not isinstance(patterns, str)
+    and len(patterns) > 0
+    and all(map(_is_pattern, patterns))
+  ),
+  "Names of parameters have no 'target/', and an expression must match a name in full.",
 )
 
 
@@ -191,3 +211,21 @@ def shapes_of(arrays: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
   return {
     name: jax.ShapeDtypeStruct(tuple(array.shape), array.dtype) for name, array in arrays.items()
   }
+
+
+def matching_params(patterns: Sequence[str], wanted: Mapping[str, Any], option: str) -> list[str]:
+  """Return the names of `wanted` parameters that a pattern matches in full.
+
+  Raises:
+    CheckpointError: no parameter matches.
+  """
+  params = [name.removeprefix(PARAMS) for name in wanted if name.startswith(PARAMS)]
+  names = [
+    f'{PARAMS}{name}' for name in params if any(re.fullmatch(pattern, name) for pattern in patterns)
+  ]
+  if not names:
+    raise errors.CheckpointError(
+      f'`{option}` must match names of parameters in full, such as {params[0]!r}, got '
+      f'{list(patterns)}, which match none.'
+    )
+  return names

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import logging
-import re
 from typing import Any, ClassVar
 
 import jax
@@ -27,25 +26,6 @@ _logger = logging.getLogger(__name__)
 NEW_ROWS = ('mean', 'initializer')
 # Parameters with a dim for the vocabulary, in the networks of this package.
 _VOCABULARY_PARAMS = (r'(.*/)?token_embedder/embedding', r'(.*/)?logits_dense/kernel')
-
-
-def _is_pattern(pattern: Any) -> bool:
-  try:
-    return isinstance(pattern, str) and bool(re.compile(pattern))
-  except re.error:
-    return False
-
-
-_PATTERNS = checks.Expectation(
-  'a list of regular expressions',
-  lambda patterns: (
-    isinstance(patterns, Sequence)
-    and not isinstance(patterns, str)
-    and len(patterns) > 0
-    and all(map(_is_pattern, patterns))
-  ),
-  "Names of parameters have no 'target/', and an expression must match a name in full.",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +188,9 @@ class NewVocabulary(base.StateBuilder):
   params: Sequence[str] = _VOCABULARY_PARAMS
 
   def __post_init__(self):
-    checks.check('NewVocabulary', vars(self), new_rows=checks.one_of(NEW_ROWS), params=_PATTERNS)
+    checks.check(
+      'NewVocabulary', vars(self), new_rows=checks.one_of(NEW_ROWS), params=base.PATTERNS
+    )
 
   @property
   def description(self) -> str:
@@ -219,7 +201,7 @@ class NewVocabulary(base.StateBuilder):
     """See `StateBuilder.build`."""
     names = [
       name
-      for name in _matching(self.params, target.wanted, 'NewVocabulary.params')
+      for name in base.matching_params(self.params, target.wanted, 'NewVocabulary.params')
       if name in state.arrays
     ]
     resized = {}
@@ -281,7 +263,7 @@ class Reinitialize(base.StateBuilder):
   params: Sequence[str]
 
   def __post_init__(self):
-    checks.check('Reinitialize', vars(self), params=_PATTERNS)
+    checks.check('Reinitialize', vars(self), params=base.PATTERNS)
 
   @property
   def description(self) -> str:
@@ -290,7 +272,7 @@ class Reinitialize(base.StateBuilder):
 
   def build(self, state: base.BuiltState, target: base.TargetState) -> base.BuiltState:
     """See `StateBuilder.build`."""
-    names = _matching(self.params, target.wanted, 'Reinitialize.params')
+    names = base.matching_params(self.params, target.wanted, 'Reinitialize.params')
     kept = state.without(*base.FROM_PARAMS)
     return kept.replace(
       arrays={**kept.arrays, **{name: target.initial(name) for name in names}},
@@ -356,23 +338,3 @@ class OnArrays(base.StateBuilder):
     return state.replace(
       arrays=tree_utils.flatten_dict(jax.jit(self.fn, out_shardings=shardings)(tree))
     )
-
-
-def _matching(patterns: Sequence[str], wanted: Mapping[str, Any], option: str) -> list[str]:
-  """Return the names of `wanted` parameters that a pattern matches in full.
-
-  Raises:
-    CheckpointError: no parameter matches.
-  """
-  params = [name.removeprefix(base.PARAMS) for name in wanted if name.startswith(base.PARAMS)]
-  names = [
-    f'{base.PARAMS}{name}'
-    for name in params
-    if any(re.fullmatch(pattern, name) for pattern in patterns)
-  ]
-  if not names:
-    raise errors.CheckpointError(
-      f'`{option}` must match names of parameters in full, such as {params[0]!r}, got '
-      f'{list(patterns)}, which match none.'
-    )
-  return names

@@ -71,7 +71,7 @@ class HuggingFaceFolder:
     self.config = self._read_config()
     with self._named():
       config_json.model_type(self.config)
-    self.tensors = SafetensorsFolder(self.path)
+    self.tensors = SafetensorsFolder(self.path, tied=(SHARED, *names.EMBEDDING_DUPLICATES, LM_HEAD))
     self.family = families.family_of(self.config)
     with self._named():
       self._head = config_json.output_head(self.config, LM_HEAD in self.tensors.entries)

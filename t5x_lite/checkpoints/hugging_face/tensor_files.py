@@ -4,7 +4,7 @@ A file consists of the length of the header (8 bytes, little endian), the header
 offsets), and the values of all tensors without gaps. https://huggingface.co/docs/safetensors
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 import dataclasses
 import json
 import math
@@ -101,8 +101,8 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any] | None:
   return None
 
 
-def _read_header(path: files.Path) -> tuple[dict[str, Any], int]:
-  """Return (header without metadata, offset of the values in bytes) of a valid file."""
+def _read_header(path: files.Path) -> tuple[dict[str, Any], int, dict[str, Any]]:
+  """Return (header without metadata, offset of the values in bytes, metadata) of a valid file."""
   untrusted.check_file(path.parent, path.name)
   start = b''
   header = None
@@ -121,10 +121,10 @@ def _read_header(path: files.Path) -> tuple[dict[str, Any], int]:
         file.seek(_LENGTH_BYTES)
         header = json.loads(file.read(length).decode('utf-8'), object_pairs_hook=_unique_keys)
     if isinstance(header, dict):
-      header.pop('__metadata__', None)
+      metadata = header.pop('__metadata__', None)
       problem = _header_problem(header, size - _LENGTH_BYTES - length)
       if problem is None:
-        return header, _LENGTH_BYTES + length
+        return header, _LENGTH_BYTES + length, metadata if isinstance(metadata, dict) else {}
   except (OSError, ValueError, RecursionError) as error:
     problem = f'its header cannot be read ({error})'
   if start == _POINTER:
@@ -182,7 +182,12 @@ def read_entries(path: files.Path) -> dict[str, TensorEntry]:
   Raises:
     CheckpointError: the file is damaged, incomplete, or has dtypes that are not supported.
   """
-  header, data_offset = _read_header(path)
+  return _read_file(path)[0]
+
+
+def _read_file(path: files.Path) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
+  """Return (tensors by name, metadata) of a safetensors file."""
+  header, data_offset, metadata = _read_header(path)
   entries = {}
   for name, value in header.items():
     begin, _ = value['data_offsets']
@@ -192,7 +197,7 @@ def read_entries(path: files.Path) -> dict[str, TensorEntry]:
       shape=tuple(value['shape']),
       offset=data_offset + begin,
     )
-  return entries
+  return entries, metadata
 
 
 def _read_object(path: 'object_store.StorePath', begin: int, end: int) -> np.ndarray:
@@ -224,18 +229,21 @@ class SafetensorsFolder:
     entries: location of each tensor by name.
   """
 
-  def __init__(self, path: files.PathLike):
+  def __init__(self, path: files.PathLike, tied: Collection[str] = ()):
     """Read and check the headers.
 
     Args:
       path: path of the folder.
+      tied: names of tensors that may share their values with another tensor. Such a tensor need not be stored although
+        the index has its name; it has the values of another one if the metadata of a file says so.
 
     Raises:
       CheckpointError: the safetensors are missing or damaged, or the index does not fit the shards.
     """
     self._path = files.path(path)
+    self._tied = frozenset(tied)
     if (self._path / SINGLE_FILE).exists():
-      self.entries = read_entries(self._path / SINGLE_FILE)
+      self.entries = self._with_shared(*_read_file(self._path / SINGLE_FILE))
     elif (self._path / INDEX_FILE).exists():
       self.entries = self._read_shards()
     else:
@@ -253,9 +261,12 @@ class SafetensorsFolder:
       if not (self._path / file).is_file():
         raise self._invalid_index(f'the file {file} is missing')
     result: dict[str, TensorEntry] = {}
+    metadata: dict[str, Any] = {}
     paths = [self._path / file for file in shards]
-    for file, entries in zip(shards, files.each(read_entries, paths), strict=True):
+    for file, (entries, own_metadata) in zip(shards, files.each(_read_file, paths), strict=True):
       listed = {name for name, other in weight_map.items() if other == file}
+      # The index that Hugging Face's conversion writes also has the names of shared tensors, which no file holds.
+      listed -= self._tied - set(entries)
       if listed != set(entries):
         lacking = sorted(listed - set(entries))[:3]
         surplus = sorted(set(entries) - listed)[:3]
@@ -263,7 +274,19 @@ class SafetensorsFolder:
           f'{file} lacks the tensors {lacking} and has {surplus}, which are not in the index'
         )
       result |= entries
-    return result
+      metadata |= own_metadata
+    return self._with_shared(result, metadata)
+
+  def _with_shared(
+    self, entries: dict[str, TensorEntry], metadata: Mapping[str, Any]
+  ) -> dict[str, TensorEntry]:
+    """Add the tied tensors that are not stored, and share the values of a stored one according to the metadata."""
+    shared = {
+      name: entries[metadata[name]]
+      for name in self._tied.intersection(metadata).difference(entries)
+      if isinstance(metadata[name], str) and metadata[name] in entries
+    }
+    return entries | shared
 
   def _invalid_index(self, problem: str) -> CheckpointError:
     return CheckpointError(
@@ -309,6 +332,8 @@ class SafetensorsFolder:
     """Return True if two tensors have the same dtype, shape and bytes; reads small parts at a time."""
     first = self.entries[one]
     second = self.entries[other]
+    if first == second:  # One is shared.
+      return True
     if (first.dtype, first.shape) != (second.dtype, second.shape):
       return False
     for begin in range(0, first.num_bytes, _COMPARED_BYTES):

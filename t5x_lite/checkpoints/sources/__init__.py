@@ -12,6 +12,7 @@ from t5x_lite.checkpoints.sources.detect import FORMATS
 from t5x_lite.checkpoints.sources.detect import check_exists
 from t5x_lite.checkpoints.sources.detect import check_readable
 from t5x_lite.checkpoints.sources.detect import detect_format
+from t5x_lite.checkpoints.sources.detect import folder_of
 from t5x_lite.checkpoints.sources.detect import open_source
 from t5x_lite.checkpoints.sources.hugging_face import HuggingFaceSource
 from t5x_lite.checkpoints.sources.orbax import OrbaxSource
@@ -31,6 +32,7 @@ __all__ = (
   'check_exists',
   'check_readable',
   'detect_format',
+  'folder_of',
   'has_param_average',
   'layout_of',
   'open_source',

@@ -10,9 +10,11 @@ from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import untrusted
 from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints import state_io
 from t5x_lite.checkpoints.sources import base
 from t5x_lite.checkpoints.sources import hugging_face
 from t5x_lite.checkpoints.sources import orbax
+from t5x_lite.checkpoints.sources import t5x_index
 from t5x_lite.checkpoints.sources import t5x_native
 
 _SOURCES: Mapping[str, type[base.StateSource]] = {
@@ -30,6 +32,8 @@ _EXPECTED = (
   'a checkpoint of t5x_lite (manifest.json and state/), of T5X (a file `checkpoint` with folders target.*, '
   'or an Orbax PyTree with a file _METADATA) or a Hugging Face folder (config.json and *.safetensors)'
 )
+# Files by which programs name the checkpoint that has them.
+_INDEX_FILES = (t5x_index.FILENAME, discovery.MANIFEST_FILENAME, state_io.INDEX_FILENAME)
 # A manifest of t5x_lite shows in them what it is.
 _FIRST_BYTES = 200
 # Files of unsupported formats: pattern, contents, remedy.
@@ -96,11 +100,26 @@ def detect_format(path: discovery.PathLike) -> str | None:
   return None
 
 
+def folder_of(path: discovery.PathLike) -> str:
+  """Return the folder of a checkpoint, given the folder, an index file in it, or its folder of arrays.
+
+  T5X restores `checkpoint_<step>/checkpoint`. Other paths are returned unchanged.
+  """
+  discovery.check_path(path, 'checkpoint', may_be_model=True)
+  root = files.path(path)
+  if root.name in _INDEX_FILES and root.is_file():
+    root = root.parent
+  if root.name == discovery.STATE_DIRNAME and _is_own(root.parent):
+    root = root.parent
+  return os.fspath(path) if root == files.path(path) else str(root)
+
+
 def open_source(path: discovery.PathLike) -> base.StateSource:
   """Open the state in the folder `path`, of any supported format; reads only the index.
 
   Args:
-    path: a folder, on a disk or in an object store, or the name of a model of the Hugging Face hub.
+    path: a folder, on a disk or in an object store, or the name of a model of the Hugging Face hub; see also
+      `folder_of`.
 
   Returns:
     The opened state.
@@ -108,7 +127,7 @@ def open_source(path: discovery.PathLike) -> base.StateSource:
   Raises:
     CheckpointError: the folder does not exist or has no supported format; the message has its contents and the remedy.
   """
-  discovery.check_path(path, 'checkpoint', may_be_model=True)
+  path = folder_of(path)
   check_exists(path)
   found = detect_format(path)
   if found is None:

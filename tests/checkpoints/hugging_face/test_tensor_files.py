@@ -159,6 +159,24 @@ def test_an_index_that_does_not_fit_is_rejected(tmp_path, change, match):
     SafetensorsFolder(tmp_path)
 
 
+def test_an_index_may_name_shared_tensors_that_no_file_holds(tmp_path):
+  index = _shards(tmp_path)
+  first, second = sorted(set(index['weight_map'].values()))[:2]
+  index['weight_map'].update(tied=first, shared=second)
+  (tmp_path / INDEX_FILE).write_text(json.dumps(index))
+  with pytest.raises(CheckpointError, match=r"lacks the tensors \['tied'\]"):
+    SafetensorsFolder(tmp_path, tied=('shared',))
+  assert set(SafetensorsFolder(tmp_path, tied=('tied', 'shared')).entries) == set('abc')
+  stored = safetensors.numpy.load_file(tmp_path / first)
+  held = next(iter(stored))
+  # Values of the metadata are texts.
+  metadata = {'format': 'pt', 'tied': held, 'shared': 'none', 'other': held}
+  safetensors.numpy.save_file(stored, tmp_path / first, metadata)
+  folder = SafetensorsFolder(tmp_path, tied=('tied', 'shared'))
+  assert set(folder.entries) == {*'abc', 'tied'} and folder.equal('tied', held)
+  np.testing.assert_array_equal(folder.read('tied'), stored[held])
+
+
 def test_an_index_that_is_not_json_is_rejected(tmp_path):
   _shards(tmp_path)
   for content in (b'{', b'[]', b'\xff\xff'):

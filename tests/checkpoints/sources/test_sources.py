@@ -220,10 +220,11 @@ def test_unreadable_sources_are_errors(tmp_path, make, message):
 
 
 def test_paths_that_are_not_folders(stored, tmp_path):
+  (stored['t5x'][1] / 'notes.txt').touch()
   with pytest.raises(
     errors.CheckpointError, match=f'got a file. Give its folder, .*{stored["t5x"][1]}'
   ):
-    checkpoints.open_source(stored['t5x'][1] / 'checkpoint')
+    checkpoints.open_source(stored['t5x'][1] / 'notes.txt')
   with pytest.raises(
     errors.CheckpointError, match="got a missing path. Did you mean 'checkpoint_7'"
   ):
@@ -268,6 +269,25 @@ def test_training_begins_with_it(stored, name):
     and not restored.is_resuming
     and restored.data_state is None
   )
+
+
+@pytest.mark.parametrize(
+  'name, form',
+  [
+    ('t5x', 'checkpoint'),
+    ('t5x', './checkpoint'),
+    ('t5x_lite', 'manifest.json'),
+    ('t5x_lite', 'state'),
+    ('t5x_lite', 'state/_METADATA'),
+  ],
+)
+def test_a_checkpoint_may_be_named_by_a_file_in_it(stored, name, form):
+  path = stored[name][1]
+  start = start_from(f'{path}/{form}', mode='specific')
+  assert start.path == str(path) == checkpoints.open_source(f'{path}/{form}').path
+  assert checkpoints.open_source(f'{path}/').path == f'{path}/'  # Other paths stay.
+  restored = make_state(start)[1]
+  assert (restored.step, restored.is_verified) == (7, name == 't5x_lite')
 
 
 @pytest.mark.parametrize('name', ['t5x_lite', 't5x'])

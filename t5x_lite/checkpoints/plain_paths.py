@@ -1,0 +1,54 @@
+"""Paths of local folders for Orbax and TensorStore, which misread some characters.
+
+Orbax lists folders by glob patterns made of their paths, so it does not find the files below `run[1]`. TensorStore
+reads a backslash as `/`, so it writes the files of the folder `a\\b` below the folder `a`.
+"""
+
+import atexit
+import contextlib
+import functools
+import hashlib
+import os
+import pathlib
+import shutil
+import tempfile
+
+_MISREAD = frozenset('[]*?\\')
+
+
+def plain_path(path: str | os.PathLike[str]) -> pathlib.Path:
+  """Return a path of the same file or folder without characters that Orbax or TensorStore misread.
+
+  It is `path` itself, or a path below a symbolic link to the innermost folder with such a name. The links are in a
+  temporary folder that is removed at the end of the process.
+
+  Args:
+    path: local path. The folders up to the innermost one with such a name exist.
+  """
+  path = pathlib.Path(path)
+  if not _MISREAD & set(str(path.absolute())):
+    return path
+  path = path.absolute()
+  last = max(i for i, part in enumerate(path.parts) if _MISREAD & set(part))
+  linked = pathlib.Path(*path.parts[: last + 1])
+  return _link(linked).joinpath(*path.parts[last + 1 :])
+
+
+def _link(target: pathlib.Path) -> pathlib.Path:
+  link = _folder(tempfile.gettempdir()) / hashlib.sha256(os.fsencode(target)).hexdigest()[:16]
+  if not link.is_symlink():  # Some machines delete old temporary files while a run continues.
+    link.parent.mkdir(exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # Made by another thread.
+      link.symlink_to(target)
+  return link
+
+
+@functools.cache
+def _folder(parent: str) -> pathlib.Path:
+  """Return the folder of the links of this process."""
+  if _MISREAD & set(parent):
+    parent = '/tmp'
+  folder = pathlib.Path(tempfile.mkdtemp(prefix='t5x_lite-links-', dir=parent))
+  process = os.getpid()
+  atexit.register(lambda: os.getpid() == process and shutil.rmtree(folder, ignore_errors=True))
+  return folder
