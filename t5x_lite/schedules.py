@@ -219,7 +219,7 @@ def check_learning_rate_fn(learning_rate_fn: Any, what: str) -> None:
 def check_learning_rate_values(
   learning_rate_fn: Callable[..., Any], what: str, steps: Iterable[int]
 ) -> None:
-  """Raise if a schedule gives an invalid learning rate at one of some steps; computes them on the host.
+  """Raise if a schedule gives an invalid learning rate at one of some steps; computes them on the host if possible.
 
   Args:
     learning_rate_fn: the schedule, which `check_learning_rate_fn` has accepted.
@@ -230,7 +230,11 @@ def check_learning_rate_values(
     ConfigError: a learning rate that is negative or not finite; the message has its step.
   """
   steps = sorted(set(steps))
-  with jax.default_device(jax.local_devices(backend='cpu')[0]):
+  try:
+    device = jax.local_devices(backend='cpu')[0]
+  except RuntimeError:  # JAX_PLATFORMS=cuda leaves JAX without the CPU.
+    device = jax.local_devices()[0]
+  with jax.default_device(device):
     rates_of = jax.jit(lambda steps: [learning_rate_fn(step) for step in steps])
     rates = rates_of([np.int32(step) for step in steps])
   for step, rate in zip(steps, rates, strict=True):
