@@ -16,6 +16,8 @@ _VIRTUAL_DEVICES = re.compile(r'--xla_force_host_platform_device_count=\d+')
 _PROBE = 'from jaxlib import xla_client; xla_client.CompileOptions().executable_build_options.debug_options'
 _PROBE_SECONDS = 60
 _PLATFORMS = ('cpu', 'cuda', 'gpu', 'rocm', 'tpu')
+# Options of JAX that reject operations, and their values that do not.
+_PROMOTIONS = {'jax_numpy_dtype_promotion': 'standard', 'jax_numpy_rank_promotion': 'allow'}
 _JAX_PLATFORMS_MODULE = ('jax', '_src', 'xla_bridge.py')
 
 
@@ -92,6 +94,13 @@ def option_message(error: BaseException) -> tuple[str, ExitCode] | None:
       'transfers, or unset it.',
       ExitCode.INVALID_INPUT,
     )
+  for option, standard in _PROMOTIONS.items():
+    if isinstance(error, ValueError) and f'{option}=' in str(error):
+      return (
+        f'{option.upper()} forbids an operation that this command needs: '
+        f'{str(error).partition(". ")[0].rstrip(".")}. Set it to {standard}, or unset it.',
+        ExitCode.INVALID_INPUT,
+      )
   return None
 
 

@@ -95,7 +95,20 @@ def test_errors_that_options_of_jax_ask_for():
     jnp.log(-1.0)
   message, status = cli_platform.option_message(error.value)
   assert 'encountered in log' in message and status == 3
+  with pytest.raises(ValueError) as error, jax.numpy_rank_promotion('raise'):
+    jnp.ones((2, 3)) + jnp.ones(3)
+  message, status = cli_platform.option_message(error.value)
+  assert 'JAX_NUMPY_RANK_PROMOTION forbids' in message and 'Set it to allow' in message
+  with jax.numpy_rank_promotion('allow'):
+    jnp.ones((2, 3)) + jnp.ones(3)
+  with pytest.raises(ValueError) as error, jax.numpy_dtype_promotion('strict'):
+    jnp.float32(1) + jnp.int32(1)
+  message, status = cli_platform.option_message(error.value)
+  assert 'JAX_NUMPY_DTYPE_PROMOTION forbids' in message and status == 2
+  with jax.numpy_dtype_promotion('standard'):
+    jnp.float32(1) + jnp.int32(1)
   assert cli_platform.option_message(RuntimeError('transfer')) is None
+  assert cli_platform.option_message(ValueError('shapes')) is None
 
 
 def test_errors_of_jax_elsewhere_are_not_about_platforms():
