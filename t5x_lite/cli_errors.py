@@ -56,6 +56,10 @@ def report(error: BaseException, own_paths: Sequence[str]) -> Report | None:
   platform = cli_platform.platform_message(error)
   if platform is not None:
     return Report(f'error: {platform}', ExitCode.INVALID_INPUT)
+  of_option = cli_platform.option_message(error)
+  if of_option is not None:
+    message, exit_code = of_option
+    return Report(f'error: {message}{_shown(frames)}', exit_code)
   is_full = is_disk_full(error) and not frames
   if isinstance(error, OSError) and (is_full or _is_about_our_files(error, own_paths)):
     if error.filename is not None:

@@ -8,7 +8,7 @@ import sys
 import traceback
 
 from t5x_lite import runtime
-from t5x_lite.errors import ConfigError, did_you_mean, install_command
+from t5x_lite.errors import ConfigError, ExitCode, did_you_mean, install_command
 
 # Flag of every run on virtual devices, which needs no check.
 _VIRTUAL_DEVICES = re.compile(r'--xla_force_host_platform_device_count=\d+')
@@ -16,6 +16,8 @@ _VIRTUAL_DEVICES = re.compile(r'--xla_force_host_platform_device_count=\d+')
 _PROBE = 'from jaxlib import xla_client; xla_client.CompileOptions().executable_build_options.debug_options'
 _PROBE_SECONDS = 60
 _PLATFORMS = ('cpu', 'cuda', 'gpu', 'rocm', 'tpu')
+# Options of JAX that reject operations, and their values that do not.
+_PROMOTIONS = {'jax_numpy_dtype_promotion': 'standard', 'jax_numpy_rank_promotion': 'allow'}
 _JAX_PLATFORMS_MODULE = ('jax', '_src', 'xla_bridge.py')
 
 
@@ -75,6 +77,31 @@ def _finds_backends(frame: traceback.FrameSummary) -> bool:
   """Return whether a frame is that of JAX in which it finds its backends."""
   module = pathlib.PurePath(frame.filename).parts[-3:]
   return module == _JAX_PLATFORMS_MODULE and frame.name == 'backends'
+
+
+def option_message(error: BaseException) -> tuple[str, ExitCode] | None:
+  """Return (message, exit status) for an exception that one of JAX's options asks for; None for any other exception."""
+  if isinstance(error, FloatingPointError) and 'encountered in' in str(error):
+    return (
+      f'--jax_debug_nans or --jax_debug_infs: {str(error).partition(chr(10))[0].rstrip(".")}. Correct the code or its '
+      'inputs, or run without this option; --debug shows where.',
+      ExitCode.NAN,
+    )
+  forbidden = re.search(r'Disallowed (\S+) transfer', str(error))
+  if isinstance(error, RuntimeError) and forbidden:
+    return (
+      f'JAX_TRANSFER_GUARD forbids a {forbidden[1]} transfer, which this command needs. Set it to log, which shows all '
+      'transfers, or unset it.',
+      ExitCode.INVALID_INPUT,
+    )
+  for option, standard in _PROMOTIONS.items():
+    if isinstance(error, ValueError) and f'{option}=' in str(error):
+      return (
+        f'{option.upper()} forbids an operation that this command needs: '
+        f'{str(error).partition(". ")[0].rstrip(".")}. Set it to {standard}, or unset it.',
+        ExitCode.INVALID_INPUT,
+      )
+  return None
 
 
 def platform_message(error: BaseException) -> str | None:

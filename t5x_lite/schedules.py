@@ -219,7 +219,7 @@ def check_learning_rate_fn(learning_rate_fn: Any, what: str) -> None:
 def check_learning_rate_values(
   learning_rate_fn: Callable[..., Any], what: str, steps: Iterable[int]
 ) -> None:
-  """Raise if a schedule gives an invalid learning rate at one of some steps; computes them on the host.
+  """Raise if a schedule gives an invalid learning rate at one of some steps; computes them on the host if possible.
 
   Args:
     learning_rate_fn: the schedule, which `check_learning_rate_fn` has accepted.
@@ -238,7 +238,11 @@ def check_learning_rate_values(
 
 
 def learning_rates_at(learning_rate_fn: Callable[..., Any], steps: Sequence[int]) -> list[float]:
-  """Return the learning rates of a schedule at some steps; computes them on the host."""
-  with jax.default_device(jax.local_devices(backend='cpu')[0]):
+  """Return the learning rates of a schedule at some steps, computed on the host if JAX has its platform."""
+  try:
+    device = jax.local_devices(backend='cpu')[0]
+  except RuntimeError:  # JAX_PLATFORMS=cuda leaves JAX without the CPU.
+    device = jax.local_devices()[0]
+  with jax.default_device(device):
     rates_of = jax.jit(lambda steps: [learning_rate_fn(step) for step in steps])
     return [float(rate) for rate in rates_of([np.int32(step) for step in steps])]

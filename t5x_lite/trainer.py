@@ -622,6 +622,9 @@ class Trainer(BaseTrainer):
       computer = computer and unstacking(computer, stacks)
 
     step_params = train_step_lib.step_params_of(self._step_shapes, self._step_params, stacks)
+    action = self.non_finite.policy.action
+    if action == 'skip' and partitioning.searches_nan():
+      action = 'stop'  # The search begins at results, and a skipped step has none that are bad.
 
     def step_fn(train_state, batch, computes_weight_metrics=None):
       learning_rate = None
@@ -637,7 +640,7 @@ class Trainer(BaseTrainer):
         weight_metrics_computer=computer,
         data_partition_spec=data_spec,
         gradient_transform=transform,
-        non_finite_action=self.non_finite.policy.action,
+        non_finite_action=action,
         computes_weight_metrics=computes_weight_metrics,
         step_params=step_params.at_step(self._base_rng, train_state.step),
       )

@@ -5,6 +5,8 @@ import pathlib
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from t5x_lite import cli_platform
@@ -41,6 +43,7 @@ def _environment(folder: pathlib.Path, **variables: str) -> dict[str, str]:
       ["Couldn't interpret value x"],
       marks=pytest.mark.full,
     ),
+    ({'JAX_DISABLE_JIT': '1'}, ['`--jax_disable_jit` must be false', 'unset JAX_DISABLE_JIT']),
     ({'XLA_FLAGS': 'no_such_file'}, ["got 'no_such_file'", 'Could not open file']),
   ],
 )
@@ -78,6 +81,34 @@ def test_sound_xla_flags_pass_and_the_usual_ones_cost_nothing(monkeypatch, flags
   monkeypatch.setenv('XLA_FLAGS', flags)
   cli_platform.check_xla_flags()
   assert len(probes) == is_probed
+
+
+def test_errors_that_options_of_jax_ask_for():
+  with pytest.raises(RuntimeError) as error, jax.transfer_guard('disallow'):
+    jax.jit(lambda x: x + 1)(1.0)
+  message, status = cli_platform.option_message(error.value)
+  assert 'JAX_TRANSFER_GUARD forbids a host-to-device transfer' in message and status == 2
+  # The remedy.
+  with jax.transfer_guard('log'):
+    jax.jit(lambda x: x + 1)(1.0)
+  with pytest.raises(FloatingPointError) as error, jax.debug_nans(True):
+    jnp.log(-1.0)
+  message, status = cli_platform.option_message(error.value)
+  assert 'encountered in log' in message and status == 3
+  with pytest.raises(ValueError) as error, jax.numpy_rank_promotion('raise'):
+    jnp.ones((2, 3)) + jnp.ones(3)
+  message, status = cli_platform.option_message(error.value)
+  assert 'JAX_NUMPY_RANK_PROMOTION forbids' in message and 'Set it to allow' in message
+  with jax.numpy_rank_promotion('allow'):
+    jnp.ones((2, 3)) + jnp.ones(3)
+  with pytest.raises(ValueError) as error, jax.numpy_dtype_promotion('strict'):
+    jnp.float32(1) + jnp.int32(1)
+  message, status = cli_platform.option_message(error.value)
+  assert 'JAX_NUMPY_DTYPE_PROMOTION forbids' in message and status == 2
+  with jax.numpy_dtype_promotion('standard'):
+    jnp.float32(1) + jnp.int32(1)
+  assert cli_platform.option_message(RuntimeError('transfer')) is None
+  assert cli_platform.option_message(ValueError('shapes')) is None
 
 
 def test_errors_of_jax_elsewhere_are_not_about_platforms():

@@ -134,3 +134,19 @@ def test_the_reason_why_a_schedule_fails_is_one_line():
   ) as error:
     schedules.check_learning_rate_fn(schedule, 'The rate of the step')
   assert '\n' not in str(error.value) and 'and where' not in str(error.value)
+
+
+def test_rates_are_checked_without_a_cpu_backend(monkeypatch):
+  """With JAX_PLATFORMS=cuda JAX has no platform 'cpu'."""
+  local_devices = jax.local_devices
+
+  def fake_local_devices(backend=None):
+    if backend == 'cpu':
+      raise RuntimeError('Unknown backend cpu')
+    return local_devices()
+
+  monkeypatch.setattr(jax, 'local_devices', fake_local_devices)
+  schedule = schedules.create_learning_rate_scheduler()
+  schedules.check_learning_rate_values(schedule, 'Trainer.learning_rate_fn', [0, 10])
+  with pytest.raises(errors.ConfigError, match='got -10 at step 10'):
+    schedules.check_learning_rate_values(lambda step: -1.0 * step, 'rate', [0, 10])

@@ -17,6 +17,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     't5x_lite.partitioning.layout': ('DataLayout',),
     't5x_lite.partitioning.mesh': ('default_mesh', 'get_cpu_mesh', 'get_gpu_mesh', 'get_mesh'),
     't5x_lite.partitioning.model_info': ('log_model_info', 'write_model_info', 'write_state_tree'),
+    't5x_lite.partitioning.nan_search': ('searches_nan',),
     't5x_lite.partitioning.param_axes': ('override_params_axes_names',),
     't5x_lite.partitioning.partitioner': (
       'BasePartitioner',

@@ -28,6 +28,7 @@ from t5x_lite import tree_utils
 from t5x_lite.partitioning import explain as explain_lib
 from t5x_lite.partitioning import layout
 from t5x_lite.partitioning import mesh as mesh_lib
+from t5x_lite.partitioning import nan_search
 from t5x_lite.partitioning import rules as rules_lib
 from t5x_lite.partitioning.chunks import LocalChunker
 from t5x_lite.partitioning.chunks import LocalChunkInfo
@@ -71,6 +72,9 @@ class PjittedFnWithContext:
   def lower(self, *args, **kwargs):
     """Return the lowered function for these arguments (arrays or `jax.ShapeDtypeStruct`s); see `jax.jit`."""
     with self._context():
+      if nan_search.searches_nan():
+        lowered: Any = nan_search.SearchedLowered(self._pjitted_fn.trace(*args, **kwargs))
+        return lowered
       return self._pjitted_fn.lower(*args, **kwargs)
 
   def trace(self, *args, **kwargs):
@@ -388,6 +392,9 @@ class BasePjitPartitioner(BasePartitioner):
     Returns:
       A callable with a method `lower(*args)`, which runs on the entire mesh.
     """
+
+    if nan_search.searches_nan():  # The search needs the arguments after the call.
+      donate_argnums = ()
 
     # jit caches traces by function, not by rules or partitioner, so each partitioner needs its own function.
     @functools.wraps(fn)

@@ -39,6 +39,27 @@ MUTANTS = (
     'tests/checkpoints/test_restore.py::test_patterns_of_what_may_be_new',
   ),
   Mutant(
+    'replaced_nans_are_found',
+    't5x_lite/partitioning/nan_search.py',
+    'waiting = [number for number in self._results if is_bad[number]]',
+    'waiting = [number for number in range(len(is_bad)) if is_bad[number]]',
+    'tests/partitioning/test_nan_search.py::test_the_operation_is_named_with_its_line',
+  ),
+  Mutant(
+    'the_search_for_a_nan_has_no_arguments',
+    't5x_lite/partitioning/partitioner.py',
+    '      donate_argnums = ()\n',
+    '      pass\n',
+    'tests/partitioning/test_nan_search.py::test_modules_arguments_and_infinities_are_named',
+  ),
+  Mutant(
+    'rates_need_a_cpu',
+    't5x_lite/schedules.py',
+    'except RuntimeError:  # JAX_PLATFORMS=cuda',
+    'except KeyError:  # JAX_PLATFORMS=cuda',
+    'tests/test_schedules.py::test_rates_are_checked_without_a_cpu_backend',
+  ),
+  Mutant(
     'eval_period_0_evaluates_at_the_end',
     't5x_lite/apps/train/config.py',
     'at_end=period != 0)',

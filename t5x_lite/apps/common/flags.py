@@ -39,6 +39,12 @@ class Command(NamedTuple):
 
 # Value of --compilation_cache_dir for no folder.
 NO_CACHE = 'off'
+# Options of JAX for functions that run without being compiled before, and the rest of the remedy.
+_JAX_OPTIONS_WITHOUT_EFFECT = {
+  'jax_disable_jit': '; to find a NaN use --jax_debug_nans, and to see values jax.debug.print',
+  'jax_no_tracing': '',
+  'jax_no_execution': '',
+}
 
 
 def add_gin_arguments(
@@ -485,6 +491,7 @@ def load_configuration(
   _set_jax_options(
     arguments.jax_flags, shows_warnings='jax' not in getattr(arguments, 'logger_levels', {})
   )
+  _check_jax_options()
   join_cluster(arguments)
   configuration = gin_utils.load(arguments.entry, texts, arguments.mesh_selector)
   _set_seqio_folders(arguments, configuration)
@@ -574,6 +581,27 @@ def _set_jax_options(flags: Sequence[str], shows_warnings: bool = True) -> None:
       else:
         expectation = f'a value that JAX accepts ({error})'
       raise checks.invalid('', f'--{name}', expectation, text) from error
+
+
+def _check_jax_options() -> None:
+  """Raise if an option of JAX, of a flag or the environment, cannot have an effect here.
+
+  Raises:
+    ConfigError: names the option.
+  """
+  import jax
+
+  from t5x_lite import checks
+
+  for name, remedy in _JAX_OPTIONS_WITHOUT_EFFECT.items():
+    if jax.config.values.get(name):
+      raise checks.invalid(
+        '',
+        f'--{name}',
+        'false, because all programs are compiled before they run',
+        True,
+        f'Leave out the flag and unset {name.upper()}{remedy}.',
+      )
 
 
 def _set_seqio_folders(arguments: argparse.Namespace, configuration: Any) -> None:

@@ -51,8 +51,6 @@ _LOW_SHARE = 0.5
 DEFAULT_SEED = 0
 # Valid random seeds.
 SEED = checks.number(at_least=0, below=2**32, integer=True).or_none()
-# Beginning of the names of the optimizer's arrays in a state.
-_PARAM_STATES = 'state/param_states/'
 # Fields of a network's configuration that do not change the meaning of its parameters.
 _FIELDS_OF_A_RUN = frozenset(
   {
@@ -454,8 +452,8 @@ def optional_states(start: StartingPoint, state_shape: PyTree) -> dict[str, dict
   state = optimizers.OptimizerState(step=state_shape.step, param_states=state_shape.param_states)
   found = {}
   for beginning, added in optimizer_def.optional_states(state).items():
-    values = {f'{_PARAM_STATES}{name}': value for name, value in added.items()}
-    found[f'{_PARAM_STATES}{beginning}'] = values
+    values = {f'{OPTIMIZER_STATE}{name}': value for name, value in added.items()}
+    found[f'{OPTIMIZER_STATE}{beginning}'] = values
   return found
 
 

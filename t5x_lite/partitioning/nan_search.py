@@ -1,0 +1,311 @@
+"""Search for the operation of a compiled program that gives the first NaN, for JAX's options jax_debug_nans and _infs.
+
+JAX tests the results of functions that it compiles at their first call, and runs such a function again, operation by
+operation. Programs that are compiled before they run have neither. Here a program whose results have a NaN is compiled
+again with a flag per operation, and runs once more on the same arguments; loops over layers keep one flag per operation
+and iteration. The operation is found backwards from the results, so a NaN that `where` replaces is not reported.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.extend import source_info_util
+import jax.numpy as jnp
+
+from t5x_lite.errors import NonFiniteMetricError
+
+# Operations with a program as a parameter that is evaluated like a part of the program around it.
+_CALLS = (
+  'jit',
+  'pjit',
+  'closed_call',
+  'core_call',
+  'checkpoint',
+  'remat2',
+  'custom_jvp_call',
+  'custom_vjp_call',
+)
+_PROGRAMS = ('jaxpr', 'call_jaxpr', 'fun_jaxpr')
+
+
+def searches_nan() -> bool:
+  """Return whether one of JAX's options asks for the search."""
+  return bool(jax.config.values['jax_debug_nans'] or jax.config.values['jax_debug_infs'])
+
+
+class SearchedLowered:
+  """Lowered function whose compiled form raises at the first NaN; else like `jax.stages.Lowered`."""
+
+  def __init__(self, traced: jax.stages.Traced):
+    self._traced = traced
+    self._lowered = traced.lower()
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._lowered, name)
+
+  def compile(self) -> 'SearchedProgram':
+    """Compile the function."""
+    return SearchedProgram(self._traced, self._lowered.compile())
+
+
+class SearchedProgram:
+  """Compiled function that raises at the first NaN; else like `jax.stages.Compiled`."""
+
+  def __init__(self, traced: jax.stages.Traced, compiled: jax.stages.Compiled):
+    self._traced = traced
+    self._compiled = compiled
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._compiled, name)
+
+  def __call__(self, *args: Any) -> Any:
+    """Return the results.
+
+    Raises:
+      NonFiniteMetricError: a result has a NaN, or an infinity with jax_debug_infs; names the operation.
+    """
+    tests_nan = bool(jax.config.values['jax_debug_nans'])
+    tests_inf = bool(jax.config.values['jax_debug_infs'])
+    # Without JAX's own test, which knows only the name of the program.
+    with jax.debug_nans(False), jax.debug_infs(False):
+      results = self._compiled(*args)
+      if _has_bad(jax.tree.leaves(results), tests_nan, tests_inf):
+        search = _Search(tests_nan, tests_inf)
+        leaves = jax.tree.leaves(args)
+        flags = jax.jit(functools.partial(search.run, self._traced.jaxpr))(*leaves)
+        found = search.culprit(jax.device_get(flags))
+        if found is not None:
+          raise NonFiniteMetricError(_message(self._traced.fun_name, found, tests_nan))
+    return results
+
+
+def _message(name: str, found: 'Operation', tests_nan: bool) -> str:
+  kind = 'NaN' if tests_nan else 'infinite number'
+  option = 'jax_debug_nans' if tests_nan else 'jax_debug_infs'
+  where = ''
+  if found.module:
+    where = f', in {found.module}'
+  return (
+    f'--{option}: the first {kind} of the program {name!r} is a result of the operation {found.name!r} at '
+    f'{found.source}{where}. Correct this code or its inputs, or run without --{option}.'
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+  """Operation that gives a NaN from inputs without one.
+
+  Attributes:
+    name: name of JAX's primitive, such as 'log', or 'argument' for a NaN in the arguments of the program.
+    source: file, line and function that calls it.
+    module: path of the Flax module, within the names of transformations such as `transpose(jvp(...))`.
+  """
+
+  name: str
+  source: str
+  module: str
+
+
+@dataclasses.dataclass
+class _Step:
+  """Evaluated operation.
+
+  Attributes:
+    operation: its description.
+    inputs: number of each input in the flags.
+    outputs: number of each output in the flags.
+    body: search of the body of a loop, or None.
+  """
+
+  operation: Operation
+  inputs: list[int]
+  outputs: list[int]
+  body: '_Search | None' = None
+
+
+class _Search:
+  """Evaluation of a program that records a flag for each value."""
+
+  def __init__(self, tests_nan: bool, tests_inf: bool):
+    self._tests = (tests_nan, tests_inf)
+    self._values: list[Any] = []
+    self._numbers: dict[int, int] = {}
+    self._steps: list[_Step] = []
+    self._results: list[int] = []
+
+  def run(self, program: core.ClosedJaxpr, *args: Any) -> dict[str, Any]:
+    """Evaluate a program, and return its flags: bool [values], and those of the bodies of loops, by step."""
+    return self.evaluate(program, args)[1]
+
+  def evaluate(self, program: core.ClosedJaxpr, args: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Return (results, flags) of a program."""
+    bodies: dict[str, Any] = {}
+    results = self._evaluate(program.jaxpr, program.consts, args, '', bodies)
+    self._results = [self._number(value) for value in results]
+    flags = [_is_bad(value, *self._tests) for value in self._values]
+    return results, {'values': jnp.stack([jnp.zeros((), bool), *flags]), 'bodies': bodies}
+
+  def _number(self, value: Any) -> int:
+    """Return the number of a value in the flags; index 0 is for values that cannot be bad."""
+    key = id(value)
+    if key not in self._numbers:
+      self._values.append(value)  # Also keeps the value, so that no other gets its id.
+      self._numbers[key] = len(self._values)
+    return self._numbers[key]
+
+  def _evaluate(self, jaxpr: Any, consts: Any, args: Any, module: str, bodies: Any) -> list[Any]:
+    env = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+      if isinstance(atom, core.Literal):
+        return atom.val
+      return env[atom]
+
+    for eqn in jaxpr.eqns:
+      inputs = [read(atom) for atom in eqn.invars]
+      stack = str(eqn.source_info.name_stack)
+      path = '/'.join(filter(None, (module, stack)))
+      inner = _called_program(eqn)
+      if inner is not None:
+        outputs = self._evaluate(inner.jaxpr, inner.consts, inputs, path, bodies)
+      else:
+        step = _Step(
+          Operation(eqn.primitive.name, source_info_util.summarize(eqn.source_info), path),
+          [self._number(value) for value in inputs],
+          [],
+        )
+        sizes = _scan_sizes(eqn)
+        if sizes is not None:
+          step.body = _Search(*self._tests)
+          outputs, bodies[str(len(self._steps))] = _scan(eqn, inputs, sizes, step.body)
+        else:
+          outputs = _bind(eqn, inputs)
+        step.outputs = [self._number(value) for value in outputs]
+        self._steps.append(step)
+      env.update(zip(eqn.outvars, outputs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+  def culprit(self, flags: Any) -> Operation | None:
+    """Return the operation that gives the first bad value of the results; None if only arguments are infinite."""
+    is_bad = flags['values']
+    producers = {}
+    for step, numbered in enumerate(self._steps):
+      for number in numbered.outputs:
+        producers.setdefault(number, step)
+    waiting = [number for number in self._results if is_bad[number]]
+    seen = set(waiting)
+    found = []
+    from_argument = False
+    while waiting:
+      number = waiting.pop()
+      if number not in producers:
+        from_argument = True
+        continue
+      step = self._steps[producers[number]]
+      bad = [each for each in step.inputs if is_bad[each]]
+      if not bad:
+        found.append(producers[number])
+      new = set(bad) - seen
+      seen |= new
+      waiting += new
+    if found:
+      first = min(found)
+      body = self._steps[first].body
+      inner = body and body.first_in_loop(flags['bodies'][str(first)])
+      return inner or self._steps[first].operation
+    if from_argument and self._tests[0]:
+      return Operation('argument', 'its call', '')
+    return None
+
+  def first_in_loop(self, flags: Any) -> Operation | None:
+    """Return the operation with the first bad result from good inputs, by iteration."""
+    values = flags['values']
+    for i in range(len(values)):
+      for number, step in enumerate(self._steps):
+        if any(values[i, each] for each in step.outputs) and not any(
+          values[i, each] for each in step.inputs
+        ):
+          body = flags['bodies'].get(str(number))
+          if step.body is None or body is None:
+            return step.operation
+          inner = step.body.first_in_loop(jax.tree.map(lambda x, i=i: x[i], body))
+          return inner or step.operation
+    return None
+
+
+def _is_bad(value: Any, tests_nan: bool, tests_inf: bool) -> jax.Array:
+  """Return whether a value has a NaN, or an infinity: bool []."""
+  bad = jnp.zeros((), bool)
+  if not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
+    return bad
+  if tests_nan:
+    bad |= jnp.any(jnp.isnan(value))
+  if tests_inf:
+    bad |= jnp.any(jnp.isinf(value))
+  return bad
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _has_bad(values: list[Any], tests_nan: bool, tests_inf: bool) -> jax.Array:
+  flags = [_is_bad(value, tests_nan, tests_inf) for value in values]
+  return jnp.any(jnp.stack([jnp.zeros((), bool), *flags]))
+
+
+def _called_program(eqn: Any) -> core.ClosedJaxpr | None:
+  """Return the program that an operation calls, or None."""
+  if eqn.primitive.name not in _CALLS:
+    return None
+  for name in _PROGRAMS:
+    program = eqn.params.get(name)
+    if isinstance(program, core.ClosedJaxpr):
+      return program
+    if isinstance(program, core.Jaxpr) and not program.constvars:
+      return core.ClosedJaxpr(program, ())
+  return None
+
+
+def _bind(eqn: Any, inputs: list[Any]) -> list[Any]:
+  """Return the results of an operation."""
+  params = eqn.primitive.get_bind_params(eqn.params)
+  with eqn.ctx.manager:
+    outputs = eqn.primitive.bind(*inputs, **params)
+  if eqn.primitive.multiple_results:
+    return list(outputs)
+  return [outputs]
+
+
+def _scan_sizes(eqn: Any) -> tuple[int, int] | None:
+  """Return the numbers of constants and of carried values of `lax.scan`; None for another operation."""
+  if eqn.primitive.name != 'scan':
+    return None
+  if 'num_carry' in eqn.params:
+    return eqn.params['num_consts'], eqn.params['num_carry']
+  consts, carry, _ = eqn.params['ft_in'].unpack()
+  return len(consts), len(carry)
+
+
+def _scan(
+  eqn: Any, inputs: list[Any], sizes: tuple[int, int], body: _Search
+) -> tuple[list[Any], dict[str, Any]]:
+  """Return the results of a `lax.scan`, and the flags of its body with a leading dim of iterations."""
+  num_consts, num_carry = sizes
+  consts = inputs[:num_consts]
+  carry = inputs[num_consts : num_consts + num_carry]
+  program = eqn.params['jaxpr']
+
+  def step(carry: Any, xs: Any) -> Any:
+    outputs, flags = body.evaluate(program, [*consts, *carry, *xs])
+    return outputs[:num_carry], (outputs[num_carry:], flags)
+
+  carry, (ys, flags) = jax.lax.scan(
+    step,
+    carry,
+    inputs[num_consts + num_carry :],
+    length=eqn.params['length'],
+    reverse=eqn.params['reverse'],
+  )
+  return [*carry, *ys], flags
