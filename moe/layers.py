@@ -236,10 +236,30 @@ class MoeLayer(nn.Module):
       self.put_variable(recording.ROUTING, name, value)
 
   def _sow_metrics(
-    self, routing: Routing, stats: dispatch_lib.DispatchStats, groups: Grouping
+    self,
+    routing: Routing,
+    stats: dispatch_lib.DispatchStats,
+    groups: Grouping,
+    skips_padding_rows: bool = False,
   ) -> None:
+    """Sow the losses and metrics of a routing and their weights.
+
+    Args:
+      routing: the routing.
+      stats: statistics of dispatch.
+      groups: groups of the tokens.
+      skips_padding_rows: True to exclude rows without tokens, which fill up a batch of an evaluation, from losses that
+        include the padding of other rows.
+    """
     if not self.is_mutable_collection('intermediates'):
       return
+    weights = routing.weights(groups.batch, groups.length)
+    mask = routing.token_mask
+    if skips_padding_rows and self.router.losses and routing.padding_in_losses and mask is not None:
+      has_tokens = jnp.any(mask.reshape(groups.batch, groups.length), axis=1)
+      num_real = jnp.sum(has_tokens, dtype=jnp.float32) * groups.length
+      routing = routing.without_padding_rows(num_real)
+      weights = {'auxiliary_loss': num_real, 'router_z_loss': num_real, **weights}
     values = {
       'auxiliary_loss': routing.auxiliary_loss,
       'router_z_loss': routing.router_z_loss,
@@ -254,7 +274,7 @@ class MoeLayer(nn.Module):
     }
     for name, value in values.items():
       self.sow('intermediates', name, value)
-    self.sow('intermediates', 'metric_weights', routing.weights(groups.batch, groups.length))
+    self.sow('intermediates', 'metric_weights', weights)
 
   def _check(self) -> None:
     """Raise ConfigError for invalid options."""

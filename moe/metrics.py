@@ -13,6 +13,9 @@ sparse layers. Each layer has `experts/<stack>/layers_<i>/<name>`:
 - `drops_by_position` [16]: the same by position in the sequence, in 16 parts; 0 for a part with only padding;
 - `receive_drops`: share of the choices that exceeded a buffer of exchanged tokens.
 
+Means over batches have the weights that layers sow, such as numbers of tokens; values without a weight, and the two
+properties of the load of a batch, have weight 1, and 0 in a batch without tokens.
+
 A step of several micro-batches has the values of the entire batch: micro-batches report `MicrobatchSums`, and
 `metrics_of_sums` computes the metrics after they are merged.
 """
@@ -51,7 +54,7 @@ SOWN = {
   'expert_load': 1,
   'drops_by_position': 1,
 }
-# Name of the sown dict of weights, see `routing.TokenChoice.weights`. Without it micro-batches have equal weights.
+# Name of the sown dict of weights, see `routing.TokenChoice.weights`. Without it batches have equal weights.
 WEIGHTS = 'metric_weights'
 _LOSSES = ('auxiliary_loss', 'router_z_loss')
 
@@ -146,7 +149,28 @@ def expert_losses_and_metrics(
   layers = sown_by_layer(intermediates)
   factors = _factors(aux_loss_factor, router_z_loss_factor)
   _check_factors(factors, layers)
-  return _loss(layers, factors), _metrics(layers, factors)
+  return _loss(layers, factors), _metrics(layers, _weights(layers), factors)
+
+
+def loss_terms(
+  intermediates: Mapping[str, Any], aux_loss_factor: float, router_z_loss_factor: float
+) -> metrics_lib.WeightedAverage | None:
+  """Return the losses of the routers, each with its weight in means over batches, as one metric; None without layers.
+
+  Args:
+    intermediates: sown values of the network.
+    aux_loss_factor: weight of the mean load-balancing loss of the layers.
+    router_z_loss_factor: weight of the mean router z-loss of the layers.
+  """
+  layers = sown_by_layer(intermediates)
+  if not layers:
+    return None
+  weights = _weights(layers)
+  first, second = (
+    _average_over_layers(layers, weights, name, factor)
+    for name, factor in _factors(aux_loss_factor, router_z_loss_factor).items()
+  )
+  return first.add_terms(second)
 
 
 @flax.struct.dataclass
@@ -202,13 +226,10 @@ def microbatch_losses_and_sums(
   _check_factors(factors, layers)
   if not layers:
     return 0.0, {}
-  weights = {}
+  weights = _weights(layers)
   totals = {}
-  for layer, values in layers.items():
-    own_weights = values.get(WEIGHTS, {})
-    names = [name for name in SOWN if name in values]
-    weights[layer] = {name: own_weights.get(name, jnp.ones([], jnp.float32)) for name in names}
-    totals[layer] = {name: values[name] * weights[layer][name] for name in names}
+  for layer, of_layer in weights.items():
+    totals[layer] = {name: layers[layer][name] * weight for name, weight in of_layer.items()}
   shares = {}
   for layer, values in layers.items():
     shares[layer] = {name: values[name] for name in _LOSSES}
@@ -236,7 +257,8 @@ def metrics_of_sums(
     aux_loss_factor: weight of the mean load-balancing loss of the layers.
     router_z_loss_factor: weight of the mean router z-loss of the layers.
   """
-  return _metrics(sums.compute(), _factors(aux_loss_factor, router_z_loss_factor))
+  factors = _factors(aux_loss_factor, router_z_loss_factor)
+  return _metrics(sums.compute(), sums.weights, factors)
 
 
 def _factors(aux_loss_factor: float, router_z_loss_factor: float) -> dict[str, float]:
@@ -253,48 +275,57 @@ def _loss(layers: Layers, factors: Mapping[str, float]) -> Array | float:
   return 0.0
 
 
-def _metrics(layers: Layers, factors: Mapping[str, float]) -> MetricsMap:
+def _weights(layers: Layers) -> Layers:
+  """Return the weights of the sown values in means over batches and micro-batches, by layer and name."""
+  weights = {}
+  for layer, values in layers.items():
+    own = values.get(WEIGHTS, {})
+    names = [name for name in SOWN if name in values]
+    weights[layer] = {name: own.get(name, jnp.ones([], jnp.float32)) for name in names}
+  return weights
+
+
+def _average_over_layers(
+  layers: Layers, weights: Layers, name: str, factor: float
+) -> metrics_lib.WeightedAverage:
+  """Return `factor` times the mean over layers, each of which has its own weight in means over batches."""
+  values = [jnp.mean(of_layer[name]) for of_layer in layers.values()]
+  own = [jnp.mean(of_layer[name]) for of_layer in weights.values()]
+  average = metrics_lib.WeightedAverage.from_model_output(jnp.stack(values), jnp.stack(own))
+  return average.scale(factor / len(values))
+
+
+def _metrics(layers: Layers, weights: Layers, factors: Mapping[str, float]) -> MetricsMap:
   if not layers:
     return {}
   metrics: MetricsMap = {}
   for name in MOE_METRICS:
-    value = factors.get(name, 1.0) * _mean_over_layers(layers, name)
-    metrics[f'{PREFIX}/{name}'] = _mean(value)
+    factor = factors.get(name, 1.0)
+    metrics[f'{PREFIX}/{name}'] = _average_over_layers(layers, weights, name, factor)
   for layer, values in layers.items():
-    for name, value in _layer_metrics(values).items():
+    for name, value in _layer_metrics(values, weights[layer]).items():
       metrics[f'{PREFIX}/{layer}/{name}'] = value
   return metrics
 
 
-def _layer_metrics(values: Mapping[str, Array]) -> MetricsMap:
-  scalars = {}
-  arrays = {}
-  load = values.get('expert_load')
-  if load is not None:
-    arrays['load'] = load
-  for name, value in values.items():
-    if name == 'expert_load' or name not in SOWN:
-      continue
+def _layer_metrics(values: Mapping[str, Array], weights: Mapping[str, Array]) -> MetricsMap:
+  average = metrics_lib.WeightedAverage.from_model_output
+  metrics: MetricsMap = {}
+  for name, weight in weights.items():
     if SOWN[name] == 0:
       # Flaxformer's layers sow numbers as arrays with one element, and no load.
-      scalars[name] = jnp.mean(value)
-    else:
-      arrays[name] = value
-  if load is not None:
+      metrics[name] = average(jnp.mean(values[name]), jnp.mean(weight))
+    elif name != 'expert_load':
+      metrics[name] = metrics_lib.ArrayAverage.from_model_output(values[name], weight)
+  if 'expert_load' in weights:
+    load = values['expert_load']
     # The load of a batch of only padding is 0.
-    scalars['max_over_mean_load'] = jnp.max(load) * load.size
-    scalars['dead_experts'] = jnp.sum(load == 0, dtype=jnp.float32)
-  metrics: MetricsMap = {name: _mean(value) for name, value in scalars.items()}
-  for name, value in arrays.items():
-    metrics[name] = metrics_lib.ArrayAverage.from_model_output(value)
+    has_tokens = jnp.any(load > 0)
+    weight = weights['expert_load'] * has_tokens
+    metrics['load'] = metrics_lib.ArrayAverage.from_model_output(load, weight)
+    metrics['max_over_mean_load'] = average(jnp.max(load) * load.size, has_tokens)
+    metrics['dead_experts'] = average(jnp.sum(load == 0), has_tokens)
   return metrics
-
-
-def _mean(value: Array) -> clu_metrics.Average:
-  """Return a metric that averages over steps."""
-  # clu's dataclasses are decorated without types.
-  make_average: Any = clu_metrics.Average
-  return make_average(total=jnp.asarray(value, jnp.float32), count=jnp.ones([], jnp.float32))
 
 
 def _check_factors(factors: Mapping[str, float], layers: Layers) -> None:

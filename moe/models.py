@@ -40,6 +40,7 @@ class _SparseModel(models.BaseTransformerModel):
   _router_z_loss_factor: float = 0.0
   _replayed: recording.Record | None = None
   _num_microbatches: int = 1
+  _skips_padding_rows: bool = False
 
   def _set_factors(self, aux_loss_factor: float, router_z_loss_factor: float) -> None:
     factor = checks.number(at_least=0)
@@ -92,6 +93,16 @@ class _SparseModel(models.BaseTransformerModel):
       )
     return moe_metrics.expert_losses_and_metrics(intermediates, *factors)
 
+  def auxiliary_loss_terms(self, intermediates: Mapping[str, Any]):
+    """Return the losses of routers with their weights in means over batches; see `BaseTransformerModel`."""
+    return moe_metrics.loss_terms(intermediates, self._aux_loss_factor, self._router_z_loss_factor)
+
+  def eval_fn(self, params, batch, flax_mutables=None):
+    """Compute (loss, metrics) without dropout, of which padding rows are no part; see `BaseModel.eval_fn`."""
+    model = copy.copy(self)
+    model._skips_padding_rows = True
+    return super(_SparseModel, model).eval_fn(params, batch, flax_mutables)
+
   def for_microbatches(self, batch, num_microbatches):
     """Return the model for micro-batches, which consist of entire groups; see `BaseModel.for_microbatches`.
 
@@ -141,44 +152,35 @@ class _SparseModel(models.BaseTransformerModel):
     self, params, batch, dropout_rng=None, *, flax_mutables=None, mutable=(), return_logits=True
   ):
     """Run the network, with recorded routing if it is set; see `BaseTransformerModel.compute_logits`."""
-    if self._num_microbatches > 1:
-      if flax_mutables is not None and routers.STATE in flax_mutables:
-        step = routers.step_of(flax_mutables[routers.STATE], self._num_microbatches)
-        flax_mutables = {**flax_mutables, routers.STEP: step}
-      with nn.intercept_methods(self._with_num_microbatches):
-        return super().compute_logits(
-          params,
-          batch,
-          dropout_rng,
-          flax_mutables=flax_mutables,
-          mutable=mutable,
-          return_logits=return_logits,
-        )
-    if self._replayed is None:
-      return super().compute_logits(
+    if self._num_microbatches > 1 and flax_mutables is not None and routers.STATE in flax_mutables:
+      step = routers.step_of(flax_mutables[routers.STATE], self._num_microbatches)
+      flax_mutables = {**flax_mutables, routers.STEP: step}
+    written = mutable
+    if self._replayed is not None:
+      flax_mutables = {**(flax_mutables or {}), recording.REPLAY: self._replayed}
+      written = tuple(dict.fromkeys((*mutable, recording.ROUTING)))
+    with nn.intercept_methods(self._with_layer_options):
+      logits, collections = super().compute_logits(
         params,
         batch,
         dropout_rng,
         flax_mutables=flax_mutables,
-        mutable=mutable,
+        mutable=written,
         return_logits=return_logits,
       )
-    logits, collections = super().compute_logits(
-      params,
-      batch,
-      dropout_rng,
-      flax_mutables={**(flax_mutables or {}), recording.REPLAY: self._replayed},
-      mutable=tuple(dict.fromkeys((*mutable, recording.ROUTING))),
-      return_logits=return_logits,
-    )
+    if self._replayed is None:
+      return logits, collections
     # A layer without a record would compute its routing silently.
     recording.check_layers(self._replayed, collections.get(recording.ROUTING, {}))
     return logits, {name: tree for name, tree in collections.items() if name in mutable}
 
-  def _with_num_microbatches(self, method, args, kwargs, context):
-    """Call `method`, with `num_microbatches` if it belongs to a sparse layer; an interceptor of Flax."""
-    if isinstance(context.module, MoeLayer) and context.method_name == '__call__':
-      kwargs = {**kwargs, 'num_microbatches': self._num_microbatches}
+  def _with_layer_options(self, method, args, kwargs, context):
+    """Call `method`, with options of this model if it belongs to a sparse layer; an interceptor of Flax."""
+    if isinstance(context.module, MoeLayer):
+      if context.method_name == '__call__' and self._num_microbatches > 1:
+        kwargs = {**kwargs, 'num_microbatches': self._num_microbatches}
+      if context.method_name == '_sow_metrics' and self._skips_padding_rows:
+        kwargs = {**kwargs, 'skips_padding_rows': True}
     return method(*args, **kwargs)
 
   def record_routing(

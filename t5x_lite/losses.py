@@ -6,23 +6,28 @@ memory between the two passes. Logits of any floating dtype are converted to flo
 """
 
 from collections.abc import Callable
+import dataclasses
 import enum
 import functools
 import math
 
+from flax import struct
 import jax
 import jax.numpy as jnp
 
 from t5x_lite import checks
 from t5x_lite import errors
+from t5x_lite import metrics as metrics_lib
 from t5x_lite.types import Array, Batch
 
 __all__ = [
+  'NormalizedLoss',
   'SpecialLossNormalizingFactor',
   'compute_weighted_cross_entropy',
   'convert_special_loss_normalizing_factor_to_enum',
   'cross_entropy_with_logits',
   'get_loss_normalizing_factor_and_weights',
+  'real_rows',
   'token_cross_entropy',
 ]
 
@@ -302,6 +307,15 @@ class SpecialLossNormalizingFactor(enum.Enum):
 LossNormalizingFactor = float | int | str | SpecialLossNormalizingFactor | None
 # Feature of a micro-batch: special factor of the entire batch.
 FACTOR_OF_BATCH = 'batch/loss_normalizing_factor'
+# Version of the definition of losses over several batches in files of results, see `NormalizedLoss.weight`. Files
+# without it have version 1: means of the losses of batches.
+MEANS_VERSION = 2
+MEANS_CHANGED = (
+  'losses over several batches are now the sum of all losses divided by the sum of all normalizing factors, and '
+  'before were means of the losses of batches'
+)
+# Feature of a batch of an evaluation: bool[batch], False for padding rows; see `real_rows`.
+REAL_ROWS = 'batch/real_rows'
 
 
 def convert_special_loss_normalizing_factor_to_enum(x: str) -> SpecialLossNormalizingFactor:
@@ -335,7 +349,8 @@ def get_loss_normalizing_factor_and_weights(
     loss_normalizing_factor: None, a number, or a special factor (or its name).
     batch: `decoder_target_tokens` <int>[batch, length]; optionally `decoder_loss_weights` <float>[batch, length] and,
       if packed, `decoder_segment_ids` <int>[batch, length]. A micro-batch from `BaseModel.for_microbatches` also has
-      `FACTOR_OF_BATCH`, which is the special factor, and the weights.
+      `FACTOR_OF_BATCH`, which is the special factor, and the weights. A batch of an evaluation has `REAL_ROWS`: its
+      padding rows then belong to no factor, and in a batch without weights they get weight 0.
 
   Returns:
     (factor, weights). For None or a number: the same value, and the batch's weights or None. For a special factor: a
@@ -345,11 +360,15 @@ def get_loss_normalizing_factor_and_weights(
     their row, so only the factor differs between a batch and its micro-batches.
   """
   weights = batch.get('decoder_loss_weights')
+  is_real = batch.get(REAL_ROWS)
   if isinstance(loss_normalizing_factor, str):
     loss_normalizing_factor = convert_special_loss_normalizing_factor_to_enum(
       loss_normalizing_factor
     )
   if not isinstance(loss_normalizing_factor, SpecialLossNormalizingFactor):
+    if weights is None and is_real is not None:
+      targets = batch['decoder_target_tokens']
+      weights = jnp.broadcast_to(is_real[:, None], targets.shape).astype(jnp.float32)
     return loss_normalizing_factor, weights
 
   if FACTOR_OF_BATCH in batch:
@@ -357,20 +376,40 @@ def get_loss_normalizing_factor_and_weights(
   if weights is None:
     weights = batch['decoder_target_tokens'] > 0
   weights = jnp.asarray(weights, jnp.float32)
-  return _SPECIAL_FACTORS[loss_normalizing_factor](weights, batch.get('decoder_segment_ids'))
+  factor, weights = _SPECIAL_FACTORS[loss_normalizing_factor](
+    weights, batch.get('decoder_segment_ids'), is_real
+  )
+  return factor, weights
 
 
-def _real_target_tokens(weights, segment_ids):
-  del segment_ids
+def real_rows(batch: Batch) -> Array:
+  """Return bool[batch], False for padding rows, which are zeros in every feature.
+
+  >>> import numpy as np
+  >>> print(real_rows({'inputs': np.array([[3, 0], [0, 0], [0, 0]]), 'targets': np.array([[5], [4], [0]])}))
+  [ True  True False]
+
+  Args:
+    batch: arrays [batch, ...] by name.
+  """
+  found = [jnp.any(x != 0, axis=tuple(range(1, x.ndim))) for x in batch.values()]
+  return functools.reduce(jnp.logical_or, found)
+
+
+def _real_target_tokens(weights, segment_ids, is_real):
+  del segment_ids, is_real
   return _sum_or_one(weights), weights
 
 
-def _total_target_tokens(weights, segment_ids):
+def _total_target_tokens(weights, segment_ids, is_real):
   del segment_ids
-  return jnp.asarray(weights.size, jnp.float32), weights
+  if is_real is None:
+    return jnp.asarray(weights.size, jnp.float32), weights
+  return _sum_or_one(is_real.astype(jnp.float32)) * weights.shape[-1], weights
 
 
-def _average_per_sequence(weights, segment_ids):
+def _average_per_sequence(weights, segment_ids, is_real):
+  del is_real
   if segment_ids is None:
     sequence_sum = jnp.sum(weights, axis=-1, keepdims=True)
   else:
@@ -392,10 +431,86 @@ def _sum_or_one(weights):
   return jnp.where(total == 0.0, 1.0, total)
 
 
-# Function of (weights, segment ids or None) that returns (factor, weights).
-_FactorFn = Callable[[Array, Array | None], tuple[Array, Array]]
+# Function of (weights, segment ids or None, real rows or None) that returns (factor, weights).
+_FactorFn = Callable[[Array, Array | None, Array | None], tuple[Array, Array]]
 _SPECIAL_FACTORS: dict[SpecialLossNormalizingFactor, _FactorFn] = {
   SpecialLossNormalizingFactor.NUM_REAL_TARGET_TOKENS: _real_target_tokens,
   SpecialLossNormalizingFactor.NUM_TOTAL_TARGET_TOKENS: _total_target_tokens,
   SpecialLossNormalizingFactor.AVERAGE_PER_SEQUENCE: _average_per_sequence,
 }
+
+
+@struct.dataclass
+class NormalizedLoss:
+  """Sum of the losses of a batch divided by a normalizing factor, with its weight in means over batches.
+
+  Attributes:
+    value: float32 scalar, the sum divided by the factor.
+    factor: float32 scalar, the divisor.
+    weight: float32 scalar. For a factor that is computed from the batch, the factor: the mean over batches is the sum
+      of all losses divided by the sum of all factors, for any batch size. For a number or None, 1: the mean is per
+      batch. 0 for a batch without loss weights, such as one of only padding.
+    share: share of a micro-batch in its batch, whose loss is the sum of the values; 1 for an entire batch.
+    is_per_batch: True if the factor is a number or None.
+  """
+
+  value: Array
+  factor: Array
+  weight: Array
+  share: float = struct.field(pytree_node=False, default=1.0)
+  is_per_batch: bool = struct.field(pytree_node=False, default=True)
+
+  @classmethod
+  def of(
+    cls, value: Array, weights: Array | None, loss_normalizing_factor: float | Array | None
+  ) -> 'NormalizedLoss':
+    """Return the loss of an entire batch.
+
+    Args:
+      value: float32 scalar, the sum divided by the factor.
+      weights: <float>[batch, length] loss weights, or None for ones.
+      loss_normalizing_factor: a number or None; or an array, which is a factor computed from the batch.
+    """
+    if loss_normalizing_factor is None:
+      factor = jnp.ones([], jnp.float32)
+    else:
+      factor = jnp.asarray(loss_normalizing_factor, jnp.float32)
+    is_per_batch = not isinstance(loss_normalizing_factor, jax.Array)
+    if is_per_batch:
+      weight = jnp.ones([], jnp.float32)
+    else:
+      weight = factor
+    if weights is not None:
+      weight = jnp.where(jnp.any(weights != 0), weight, 0.0)
+    return cls(value=value, factor=factor, weight=weight, is_per_batch=is_per_batch)
+
+  def of_microbatch(
+    self, share: float, loss_normalizing_factor: float | Array | None
+  ) -> 'NormalizedLoss':
+    """Return the loss of a micro-batch, also of one without loss weights.
+
+    Args:
+      share: share of the micro-batch in its batch.
+      loss_normalizing_factor: factor of the entire batch, see `of`.
+    """
+    entire = type(self).of(self.value, None, loss_normalizing_factor)
+    return dataclasses.replace(entire, weight=entire.weight * share, share=share)
+
+  def with_value(self, value: Array) -> 'NormalizedLoss':
+    """Return another loss of the same batch, a float32 scalar that is divided by the same factor."""
+    return dataclasses.replace(self, value=value)
+
+  @property
+  def total(self) -> Array:
+    """Sum of the losses, float32 scalar."""
+    return self.value * self.factor
+
+  def average(self) -> metrics_lib.AveragePerBatch | metrics_lib.WeightedAverage:
+    """Return the metric of the mean over batches; merged over the micro-batches of a batch, its loss."""
+    if self.is_per_batch:
+      return metrics_lib.AveragePerBatch(total=self.value, steps=self.weight / self.share)
+    return self.weighted_average()
+
+  def weighted_average(self) -> metrics_lib.WeightedAverage:
+    """Return `average` as a metric to which terms with other weights can be added."""
+    return metrics_lib.WeightedAverage.from_model_output(self.value / self.share, self.weight)

@@ -21,6 +21,7 @@ from t5x_lite.types import Array, ArrayLike, PyTree
 
 __all__ = [
   'ArrayAverage',
+  'AveragePerBatch',
   'AveragePerStep',
   'OfLastStep',
   'Step',
@@ -28,6 +29,7 @@ __all__ = [
   'Sum',
   'Time',
   'TimeRate',
+  'WeightedAverage',
   'create_metrics_dict',
   'is_metric_obj',
   'is_time_metric',
@@ -120,6 +122,75 @@ class AveragePerStep(Step):
 
 
 @struct.dataclass
+class AveragePerBatch(AveragePerStep):
+  """Sum of all values, divided by the number of steps or batches that are not empty.
+
+  `steps` counts these; `set_step_metrics_num_steps` only decreases it, for parts of one step.
+  """
+
+  def replace_steps(self, steps: int) -> 'AveragePerBatch':
+    """Return this metric over at most `steps` steps: empty batches, such as skipped steps, do not count."""
+    return dataclasses.replace(self, steps=jnp.minimum(self.steps, steps))
+
+  def compute(self) -> ArrayLike:
+    """Return total / steps, a scalar; 0 without steps."""
+    return self.total / (self.steps + (self.steps == 0))
+
+
+@struct.dataclass
+class WeightedAverage(clu_metrics.Metric):
+  """Mean of values by weights, such as losses per token by numbers of tokens; or a sum of such means.
+
+  A single value is not changed by its weight, so that the loss of one step is exactly the minimized loss. Values of
+  weight 0, even NaN, add nothing.
+
+  Attributes:
+    mean: float32 scalar, the mean so far; or one for each term of a sum, [terms].
+    weight: sum of the weights, of the shape of `mean`.
+  """
+
+  mean: Array
+  weight: Array
+
+  @classmethod
+  def from_model_output(cls, values: ArrayLike, weights: ArrayLike = 1.0, **_) -> 'WeightedAverage':
+    """Return a metric of one value, a scalar or [terms], with its weight of the same shape or a scalar."""
+    values = jnp.asarray(values, jnp.float32)
+    weights = jnp.asarray(weights, jnp.float32)
+    return cls(mean=values, weight=jnp.broadcast_to(weights, values.shape))
+
+  @property
+  def total(self) -> ArrayLike:
+    """The mean, under the name that T5X's `AveragePerStep` has for the loss of one step."""
+    return self.compute()
+
+  def scale(self, factor: ArrayLike) -> 'WeightedAverage':
+    """Return the metric of the values times `factor`, a scalar."""
+    return dataclasses.replace(self, mean=self.mean * factor)
+
+  def add_terms(self, *others: 'WeightedAverage') -> 'WeightedAverage':
+    """Return the sum of this mean and others, each with its own weights."""
+    metrics = (self, *others)
+    means = [jnp.atleast_1d(jnp.asarray(metric.mean)) for metric in metrics]
+    weights = [jnp.atleast_1d(jnp.asarray(metric.weight)) for metric in metrics]
+    return type(self)(mean=jnp.concatenate(means), weight=jnp.concatenate(weights))
+
+  def merge(self, other: 'WeightedAverage') -> 'WeightedAverage':
+    """Return the mean over the values of both."""
+    weight = self.weight + other.weight
+    divisor = jnp.where(weight == 0, 1.0, weight)
+    mean = self._part(divisor) + other._part(divisor)
+    return type(self)(mean=mean, weight=weight)
+
+  def _part(self, divisor: ArrayLike) -> Array:
+    return jnp.where(self.weight == 0, 0.0, self.mean * (self.weight / divisor))
+
+  def compute(self) -> ArrayLike:
+    """Return the mean, or the sum of the means of the terms, a scalar; 0 without any weight."""
+    return self.mean.sum()
+
+
+@struct.dataclass
 class OfLastStep(clu_metrics.Metric):
   """Metrics of the last of the merged steps alone; the other steps need not compute them.
 
@@ -179,30 +250,36 @@ def separate(metrics: Mapping[str, clu_metrics.Metric]) -> dict[str, clu_metrics
 
 @struct.dataclass
 class ArrayAverage(clu_metrics.Metric):
-  """Elementwise mean of arrays of one shape, such as the load of every expert.
+  """Elementwise mean of arrays of one shape by weights, such as the load of every expert.
 
   Summaries write it as a list; see `t5x_lite.summaries`.
 
   Attributes:
-    total: float32 array, sum so far.
-    count: float32 scalar, number of arrays.
+    total: float32 array, sum of the arrays times their weights so far.
+    count: float32 scalar or array, sum of the weights; without weights, the number of arrays.
   """
 
   total: Array
   count: Array
 
   @classmethod
-  def from_model_output(cls, values: ArrayLike, **_) -> 'ArrayAverage':
-    """Return the mean of one array, `values` of any shape."""
-    return cls(total=jnp.asarray(values, jnp.float32), count=jnp.ones([], jnp.float32))
+  def from_model_output(
+    cls, values: ArrayLike, weights: ArrayLike | None = None, **_
+  ) -> 'ArrayAverage':
+    """Return the mean of one array, `values` of any shape, with a scalar weight or one for each element."""
+    total = jnp.asarray(values, jnp.float32)
+    if weights is None:
+      return cls(total=total, count=jnp.ones([], jnp.float32))
+    count = jnp.asarray(weights, jnp.float32)
+    return cls(total=total * count, count=count)
 
   def merge(self, other: 'ArrayAverage') -> 'ArrayAverage':
     """Return the mean over the arrays of both."""
     return type(self)(total=self.total + other.total, count=self.count + other.count)
 
   def compute(self) -> Array:
-    """Return the mean, float32 of the shape of the arrays."""
-    return self.total / self.count
+    """Return the mean, float32 of the shape of the arrays; 0 for an element without weight."""
+    return self.total / (self.count + (self.count == 0))
 
   def compute_value(self) -> clu_values.Summary:
     """Return the mean as a value of CLU."""

@@ -77,6 +77,45 @@ def test_a_step_count_that_is_not_replaced_is_the_number_of_merged_parts():
   assert metrics.Step(steps=5).compute() == 5
 
 
+def test_weighted_averages_and_their_sums():
+  average = metrics.WeightedAverage.from_model_output
+  merged = average(2.0, 1.0).merge(average(5.0, 2.0)).merge(average(np.nan, 0.0))
+  assert (float(merged.compute()), float(merged.weight)) == (4.0, 3.0)
+  # Each term of a sum has its own weights: 4 + 10 * (1 * 1 + 2 * 3) / 4.
+  first = average(2.0, 1.0).add_terms(average([1.0, 0.0], [1.0, 0.0]).scale(10.0))
+  second = average(5.0, 2.0).add_terms(average([2.0, 7.0], [3.0, 0.0]).scale(10.0))
+  assert float(jax.jit(lambda a, b: a.merge(b))(first, second).compute()) == 21.5
+  assert float(first.total) == 12.0
+  # One value is exact, also if its weight is not.
+  value = np.float32(1) / 3
+  assert average(value, 0.1).compute() == value
+  zero = metrics.shape_obj_to_defined_obj(jax.eval_shape(lambda: average(value, 0.1)))
+  assert zero.merge(average(value, 0.1)).compute() == value
+  assert zero.merge(zero).compute() == 0.0
+
+
+def test_averages_per_batch_count_batches_that_are_not_empty():
+  def batch(total, steps=1.0):
+    return metrics.AveragePerBatch(total=jnp.float32(total), steps=jnp.float32(steps))
+
+  merged = {'a': batch(2.0).merge(batch(4.0)).merge(batch(0.0, 0.0))}
+  # Three batches, one of which is empty; or two parts of one step.
+  for num_steps, value in ((3, 3.0), (1, 6.0)):
+    assert finish(merged, 1.0, num_steps) == {'a': value}
+  assert finish({'a': batch(0.0, 0.0)}, 1.0, 1) == {'a': 0.0}
+
+
+def test_array_averages_by_weights_of_elements():
+  average = metrics.ArrayAverage.from_model_output
+  merged = average([1.0, 2.0, 3.0], [1.0, 1.0, 0.0]).merge(
+    average([4.0, 8.0, 9.0], [2.0, 0.0, 0.0])
+  )
+  np.testing.assert_array_equal(merged.compute(), [3.0, 2.0, 0.0])
+  np.testing.assert_array_equal(
+    average([1.0]).merge(average([2.0])).merge(average([np.float32(3)], 2.0)).compute(), [2.25]
+  )
+
+
 def test_merging_keeps_time_and_rejects_durations_that_are_set():
   assert metrics.Time(duration=2.0).merge(metrics.Time(duration=5.0)).compute() == 2.0
   for metric in (metrics.TimeRate(numerator=1.0), metrics.StepsPerTime()):

@@ -52,17 +52,19 @@ def _trainer(
   state=None,
   eval_names=(),
   trainer_cls=trainer_lib.Trainer,
+  partitioner=None,
   **kwargs,
 ):
   state = _state(model) if state is None else state
+  partitioner = partitioner or _partitioner()
   kwargs = {'learning_rate_fn': _RATE, **kwargs}
   return trainer_cls(
     model,
     state,
-    _partitioner(),
+    partitioner,
     eval_names,
     summary_dir,
-    _partitioner().get_mesh_axes(state),
+    partitioner.get_mesh_axes(state),
     jax.random.key(0),
     **kwargs,
   )
@@ -260,6 +262,61 @@ def test_evaluation_averages_over_batches_and_leaves_the_state(tmp_path):
   rows = summaries.read_metrics(tmp_path / 'training_eval/task/metrics.jsonl')
   assert [row['step'] for row in rows] == [0]
   assert not (tmp_path / 'training_eval/other').exists()
+
+
+@pytest.mark.parametrize('mesh', [(1, 1), (1, 2), (1, 4), (2, 1), (4, 1)])
+def test_the_loss_of_an_evaluation_does_not_depend_on_batch_size_and_mesh(mesh):
+  model = toy_model.make_model(loss_normalizing_factor='NUM_REAL_TARGET_TOKENS')
+  devices = np.array(jax.devices()[: np.prod(mesh)]).reshape(mesh)
+  axis_types = (jax.sharding.AxisType.Auto,) * 2
+  partitioner = partitioning.PjitPartitioner(
+    mesh=jax.sharding.Mesh(devices, ('data', 'model'), axis_types=axis_types)
+  )
+  rows = toy_model.make_batch(13)
+  params = _host_state(model).params
+  logits = np.asarray(model.compute_logits(params, rows)[0], np.float64)
+  own = np.take_along_axis(logits, rows['decoder_target_tokens'][..., None], -1)[..., 0]
+  weights = rows['decoder_loss_weights']
+  losses = np.sum((np.log(np.exp(logits).sum(-1)) - own) * weights)
+  batch_sizes = [size for size in (13, 4, 1) if size % mesh[0] == 0]
+  with _trainer(model=model, eval_names=['task'], partitioner=partitioner) as trainer:
+    for size in batch_sizes:
+      num_batches = -(-13 // size)
+      filled = {name: np.pad(x, [(0, num_batches * size - 13), (0, 0)]) for name, x in rows.items()}
+      batches = [
+        {name: x[k * size : (k + 1) * size] for name, x in filled.items()}
+        for k in range(num_batches)
+      ]
+      loss = trainer.eval({'task': batches})['task']['loss'].value
+      assert float(loss) == pytest.approx(losses / weights.sum(), rel=1e-5), size
+
+
+@pytest.mark.parametrize('num_microbatches', [None, 2])
+@pytest.mark.parametrize('factor', ['NUM_REAL_TARGET_TOKENS', 'AVERAGE_PER_SEQUENCE', None])
+def test_the_loss_of_several_steps_is_the_sum_of_losses_over_the_sum_of_factors(
+  factor, num_microbatches
+):
+  model = toy_model.make_model(loss_normalizing_factor=factor)
+  batches = []
+  for seed, length in enumerate((6, 3, 1)):
+    batch = toy_model.make_batch(seed=seed)
+    batches.append({name: x * (np.arange(6) < length) for name, x in batch.items()})
+  losses = []
+  with _trainer(model=model, num_microbatches=num_microbatches) as trainer:
+
+    def add(step, metrics):
+      del step
+      losses.append(float(metrics['loss'].compute()))
+
+    result = trainer.train(iter(batches), 3, on_step=add)
+    trainer.finish_steps(add)
+    value = float(result.result()['loss'].value)
+  factors = {
+    'NUM_REAL_TARGET_TOKENS': [batch['decoder_loss_weights'].sum() for batch in batches],
+    'AVERAGE_PER_SEQUENCE': [16, 16, 16],
+    None: [1, 1, 1],
+  }[factor]
+  assert value == pytest.approx(np.average(losses, weights=factors), rel=1e-5)
 
 
 def test_indivisible_batches_are_rejected_before_compiling():

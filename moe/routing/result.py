@@ -104,8 +104,19 @@ class Routing(abc.ABC):
     """Return float32 [], the mean entropy of a token's distribution over experts, in nats; at most log(E)."""
     return _entropy(self.probs, self.token_mask)
 
+  def without_padding_rows(self, num_real: jax.Array) -> 'Routing':
+    """Return the routing with losses whose means exclude rows that fill up a batch; by default, unchanged.
+
+    Only for routings with a `token_mask` whose losses include ignored padding, see `padding_in_losses`.
+
+    Args:
+      num_real: float32 [], number of positions of the other rows.
+    """
+    del num_real
+    return self
+
   def weights(self, batch: int, length: int) -> dict[str, jax.Array]:
-    """Return the weight of each loss or metric in means over micro-batches.
+    """Return the weight of each loss or metric in means over batches and micro-batches.
 
     The value of a batch is the mean of the values of its micro-batches with these weights. Losses and metrics without
     an entry have equal weights in micro-batches of equal size.

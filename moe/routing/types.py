@@ -5,6 +5,8 @@ Dims: G groups, T tokens of a group, E experts, C capacity, K choices of a token
 
 import abc
 import dataclasses
+import math
+from typing import Any
 
 import flax.struct
 import jax
@@ -39,6 +41,22 @@ class ChoiceRouting(Routing):
   def router_confidence(self) -> jax.Array:
     """Return float32 [], the mean gate of computed choices (0 without choices). T5X's metric."""
     return ratio(jnp.sum(self.gates), jnp.sum(self.kept()))
+
+  def without_padding_rows(self, num_real: jax.Array) -> 'ChoiceRouting':
+    """Return the routing with losses whose means exclude rows that fill up a batch; see base class."""
+    assert self.token_mask is not None  # Without a mask, no row is known to be padding.
+    num_positions = self.token_mask.size
+    # Ignored padding adds 0 to the balancing loss and log(experts)^2 to the z-loss.
+    z_of_padding = (num_positions - num_real) * math.log(self.num_experts) ** 2
+    divisor = jnp.maximum(num_real, 1.0)
+    router_z_loss = (self.router_z_loss * num_positions - z_of_padding) / divisor
+    # Every choice is a dataclass.
+    routing: Any = self
+    return dataclasses.replace(
+      routing,
+      auxiliary_loss=self.auxiliary_loss * num_positions / divisor,
+      router_z_loss=jnp.where(num_real == 0.0, 0.0, router_z_loss),
+    )
 
   def _choice_weights(self, batch, length):
     kept = jnp.sum(self.kept())

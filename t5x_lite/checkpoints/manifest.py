@@ -223,6 +223,7 @@ _FIELD_KINDS = {
     'evaluation_due': (bool, list),
     'actions': dict,
     'data': dict,
+    'means_version': int,
   },
   'converted': {'family': str},
 }

@@ -299,7 +299,7 @@ class BaseTransformerModel(BaseModel):
     self._label_smoothing = label_smoothing
     self._z_loss = z_loss
     self._loss_normalizing_factor = loss_normalizing_factor
-    # Weight of the auxiliary loss of a slice in the loss of its batch.
+    # Weight of the auxiliary loss of a slice in the loss of its batch; the slices have equal sizes.
     self._auxiliary_loss_share = 1.0
 
   @property
@@ -394,6 +394,21 @@ class BaseTransformerModel(BaseModel):
     del intermediates, batch
     return 0.0, {}
 
+  def auxiliary_loss_terms(
+    self, intermediates: Mapping[str, Any]
+  ) -> metrics_lib.WeightedAverage | None:
+    """Return the terms of `auxiliary_losses` with their own weights in means over batches, or None.
+
+    By default, None: the loss of a batch has one weight. For auxiliary losses that are means over other numbers than
+    the targets, such as tokens of the encoder, return their weights. A class that overrides `auxiliary_losses` without
+    this method has the default.
+
+    Args:
+      intermediates: see `auxiliary_losses`.
+    """
+    del intermediates
+    return None
+
   def for_microbatches(self, batch, num_microbatches):
     """See `BaseModel.for_microbatches`; computes a normalizing factor that depends on the batch."""
     model = copy.copy(self)
@@ -419,11 +434,17 @@ class BaseTransformerModel(BaseModel):
 
   def eval_fn(self, params, batch, flax_mutables=None):
     """See `BaseModel.eval_fn`."""
-    loss, metrics, _ = self._loss(params, batch, None, flax_mutables, ())
+    loss, metrics, _ = self._loss(params, batch, None, flax_mutables, (), is_evaluation=True)
     return loss, metrics
 
-  def _loss(self, params, batch, dropout_rng, flax_mutables, updated):
-    """Return (loss, metrics, collections after the pass) where the collections named in `updated` are mutable."""
+  def _loss(self, params, batch, dropout_rng, flax_mutables, updated, is_evaluation=False):
+    """Return (loss, metrics, collections after the pass).
+
+    Args:
+      params, batch, dropout_rng, flax_mutables: see `loss_fn`.
+      updated: names of the mutable collections.
+      is_evaluation: True if rows of zeros are padding that belongs to no mean.
+    """
     outputs, collections = self.compute_logits(
       params,
       batch,
@@ -432,25 +453,51 @@ class BaseTransformerModel(BaseModel):
       mutable=('intermediates', *updated),
       **token_losses.logits_arguments(self, self.module, self._custom_metrics.metric_fns),
     )
+    rows = {}
+    if is_evaluation:
+      rows = {losses.REAL_ROWS: losses.real_rows(batch)}
     factor, weights = losses.get_loss_normalizing_factor_and_weights(
-      self._loss_normalizing_factor, batch
+      self._loss_normalizing_factor, {**batch, **rows}
     )
     targets = batch['decoder_target_tokens']
-    loss, z_loss, is_correct = token_losses.weighted_loss(
+    normalized, z_loss, is_correct = token_losses.weighted_loss(
       outputs, targets, weights, self._label_smoothing, self._z_loss, factor
     )
+    share = self._auxiliary_loss_share
+    if share != 1.0:
+      normalized = normalized.of_microbatch(share, factor)
+      z_loss = z_loss.of_microbatch(share, factor)
     metrics = batch_metrics.metrics_of_batch(
-      is_correct, targets, weights, loss, z_loss, batch_metrics.segment_ids_of(batch)
+      is_correct, targets, weights, normalized, z_loss, batch_metrics.segment_ids_of(batch)
     )
     auxiliary_loss, auxiliary_metrics = self.auxiliary_losses(
       collections.get('intermediates', {}), batch
     )
     # Only `loss` includes auxiliary losses; `cross_ent_loss` and the losses per token do not.
-    loss += auxiliary_loss * (
-      self._auxiliary_weight(batch, weights, factor) * self._auxiliary_loss_share
-    )
-    metrics |= {'loss': metrics_lib.AveragePerStep(total=loss), **auxiliary_metrics}
+    auxiliary_weight = self._auxiliary_weight(batch, weights, factor)
+    loss = normalized.value + auxiliary_loss * (auxiliary_weight * share)
+    terms = None
+    if self._has_auxiliary_loss_terms():
+      terms = self.auxiliary_loss_terms(collections.get('intermediates', {}))
+    if terms is None:
+      loss_metric = normalized.with_value(loss).average()
+    else:
+      loss_metric = normalized.weighted_average().add_terms(terms.scale(auxiliary_weight))
+    metrics |= {'loss': loss_metric, **auxiliary_metrics}
     return loss, self._custom_metrics.add_to(metrics, outputs, batch), collections
+
+  def _has_auxiliary_loss_terms(self) -> bool:
+    """Return whether `auxiliary_loss_terms` are those of `auxiliary_losses`, and means over batches."""
+    is_sum = self.auxiliary_losses_per_target and not isinstance(
+      self._loss_normalizing_factor, losses.SpecialLossNormalizingFactor
+    )
+    # A subclass may override only `auxiliary_losses`.
+    for cls in type(self).__mro__:
+      if 'auxiliary_loss_terms' in vars(cls):
+        return not is_sum
+      if 'auxiliary_losses' in vars(cls):
+        return False
+    return False
 
   def _auxiliary_weight(
     self, batch: Batch, weights: Array | None, factor: Array | float | None

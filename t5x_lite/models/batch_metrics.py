@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from t5x_lite import checks
 from t5x_lite import errors
+from t5x_lite import losses
 from t5x_lite import metrics as metrics_lib
 from t5x_lite.types import Array, Batch
 
@@ -131,8 +132,8 @@ def compute_base_metrics(
   logits: Array,
   targets: Array,
   mask: Array | None,
-  loss: Array,
-  z_loss: Array | None = None,
+  loss: Array | losses.NormalizedLoss,
+  z_loss: Array | losses.NormalizedLoss | None = None,
   segment_ids: Mapping[str, Array] | None = None,
 ) -> MetricsMap:
   """Compute the metrics of one batch from its logits, <float>[batch, length, vocab]; see `metrics_of_batch`."""
@@ -182,14 +183,15 @@ def metrics_of_batch(
   is_correct: Array,
   targets: Array,
   mask: Array | None,
-  loss: Array,
-  z_loss: Array | None = None,
+  loss: Array | losses.NormalizedLoss,
+  z_loss: Array | losses.NormalizedLoss | None = None,
   segment_ids: Mapping[str, Array] | None = None,
 ) -> MetricsMap:
   """Compute the metrics of one batch, with T5X's names.
 
-  `loss`, `z_loss` and `cross_ent_loss` are averages over steps of the batch's normalized loss; `*_per_*` divide the
-  same losses by tokens. `accuracy` is the accuracy of the most probable token at positions whose mask is not 0.
+  `loss`, `z_loss` and `cross_ent_loss` are means over batches of the normalized losses, by their weights; see
+  `losses.NormalizedLoss`. `*_per_*` are the sums of the losses, before the division by the normalizing factor, per
+  token, without padding rows. `accuracy` is the accuracy of the most probable token at positions whose mask is not 0.
   `effective_batch_size/*` counts packed examples, and `non_padding_fraction/*` tokens without padding. `timing/*` need
   a duration before they are computed: `seqs` are rows, `examples` packed examples, `target_tokens` positions of the
   targets, and `tokens` positions of all features in `segment_ids`.
@@ -198,8 +200,8 @@ def metrics_of_batch(
     is_correct: <bool>[batch, length], True where the target is the most probable token.
     targets: <int>[batch, length].
     mask: <float>[batch, length] loss weights, or None for ones.
-    loss: float32 scalar, the batch's loss.
-    z_loss: float32 scalar, z-loss contained in `loss`, or None.
+    loss: the batch's loss; a float32 scalar is a sum, or a loss of unknown factor, and its mean is per batch.
+    z_loss: z-loss contained in `loss`, with the same factor; or None.
     segment_ids: <int>[batch, length of the feature] by feature, 0 at padding.
 
   Returns:
@@ -207,6 +209,10 @@ def metrics_of_batch(
   """
   if mask is None:
     mask = jnp.ones(targets.shape, jnp.float32)
+  loss = _normalized(loss, mask)
+  # Positions of the rows that are not padding, so that it does not matter how a batch is filled up.
+  is_real = losses.real_rows({'targets': targets, 'mask': mask, **(segment_ids or {})})
+  num_real_targets = jnp.sum(is_real, dtype=jnp.float32) * targets.shape[1]
   num_seqs = targets.shape[0]
   # Token counts are floats: an int32 would overflow between two summaries of a large run.
   num_target_tokens = float(targets.size)
@@ -222,9 +228,9 @@ def metrics_of_batch(
   num_counted = jnp.sum(is_counted, dtype=jnp.float32)
   metrics = {
     'accuracy': accuracy(total=num_correct, count=num_counted),
-    'loss': metrics_lib.AveragePerStep(total=loss),
-    'loss_per_nonpadding_target_token': average(total=loss, count=mask_sum),
-    'loss_per_all_target_tokens': average(total=loss, count=num_target_tokens),
+    'loss': loss.average(),
+    'loss_per_nonpadding_target_token': average(total=loss.total, count=mask_sum),
+    'loss_per_all_target_tokens': average(total=loss.total, count=num_real_targets),
     'timing/seqs_per_second': rate(numerator=num_seqs),
     'timing/steps_per_second': metrics_lib.StepsPerTime.from_model_output(),
     'timing/seconds': metrics_lib.Time(),
@@ -235,12 +241,15 @@ def metrics_of_batch(
     'non_padding_fraction/loss_weights': average(total=mask_sum, count=num_target_tokens),
   }
   if z_loss is not None:
-    cross_entropy = loss - z_loss
+    z_loss = _normalized(z_loss, mask)
+    cross_entropy = loss.with_value(loss.value - z_loss.value)
     metrics |= {
-      'z_loss': metrics_lib.AveragePerStep(total=z_loss),
-      'z_loss_per_all_target_tokens': average(total=z_loss, count=num_target_tokens),
-      'cross_ent_loss': metrics_lib.AveragePerStep(total=cross_entropy),
-      'cross_ent_loss_per_all_target_tokens': average(total=cross_entropy, count=num_target_tokens),
+      'z_loss': z_loss.average(),
+      'z_loss_per_all_target_tokens': average(total=z_loss.total, count=num_real_targets),
+      'cross_ent_loss': cross_entropy.average(),
+      'cross_ent_loss_per_all_target_tokens': average(
+        total=cross_entropy.total, count=num_real_targets
+      ),
     }
 
   if segment_ids:
@@ -268,3 +277,9 @@ def metrics_of_batch(
     metrics['timing/examples_per_second'] = rate(numerator=num_seqs)
   metrics['timing/tokens_per_second'] = rate(numerator=num_tokens)
   return metrics
+
+
+def _normalized(loss: Array | losses.NormalizedLoss, mask: Array) -> losses.NormalizedLoss:
+  if isinstance(loss, losses.NormalizedLoss):
+    return loss
+  return losses.NormalizedLoss.of(jnp.asarray(loss, jnp.float32), mask, None)

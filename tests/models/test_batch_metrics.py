@@ -149,3 +149,138 @@ def test_older_metrics_of_t5x_are_sums():
     'num_tokens': 6,
     'more': 7,
   }
+
+
+# ---- Means over batches ---------------------------------------------------------------------------------------------
+
+_ROWS, _LENGTH, _Z_LOSS = 13, 6, 1e-2
+
+
+def _evaluation_rows():
+  """Return (logits, targets) of rows of very different lengths; the last has one token and a large loss."""
+  rng = np.random.default_rng(0)
+  logits = 2 * rng.standard_normal((_ROWS, _LENGTH, cases.VOCAB_SIZE)).astype(np.float32)
+  targets = np.zeros((_ROWS, _LENGTH), np.int32)
+  for row in targets:
+    num = rng.integers(1, _LENGTH + 1)
+    row[:num] = rng.integers(1, cases.VOCAB_SIZE, num)
+  targets[-1] = [3, 0, 0, 0, 0, 0]
+  logits[-1, 0] = 0
+  logits[-1, 0, 3] = -9
+  return logits, targets
+
+
+def _padded_batches(array, batch_size, num_more=0):
+  """Return the rows in batches, the last padded with zeros, and `num_more` batches of only padding."""
+  num_batches = -(-len(array) // batch_size) + num_more
+  missing = num_batches * batch_size - len(array)
+  return np.pad(array, [(0, missing), *[(0, 0)] * (array.ndim - 1)]).reshape(
+    num_batches, batch_size, *array.shape[1:]
+  )
+
+
+def _evaluate(factor, batch_size, num_more=0, weights=True, packed=False):
+  """Return the metrics of all rows by `eval_fn`."""
+  logits, targets = _evaluation_rows()
+  arrays = {'decoder_input_tokens': targets, 'decoder_target_tokens': targets}
+  if weights:
+    arrays['decoder_loss_weights'] = (targets > 0).astype(np.int32)
+  if packed:
+    ids = np.where(targets > 0, 1 + (np.arange(_LENGTH) > 1), 0).astype(np.int32)
+    arrays |= {'decoder_segment_ids': ids, 'encoder_segment_ids': ids}
+  model = cases.make_model(loss_normalizing_factor=factor, z_loss=_Z_LOSS)
+
+  @jax.jit
+  def evaluate(logits, batch):
+    model.module = cases.Recorded(logits)
+    return model.eval_fn({}, {'encoder_input_tokens': batch['decoder_target_tokens'], **batch})[1]
+
+  batches = {name: _padded_batches(x, batch_size, num_more) for name, x in arrays.items()}
+  all_logits = _padded_batches(logits, batch_size, num_more)
+  merged = None
+  for k, of_batch in enumerate(all_logits):
+    metrics = evaluate(of_batch, {name: x[k] for name, x in batches.items()})
+    merged = metrics if merged is None else metrics_lib.merge_metrics(merged, metrics)
+  return compute(jax.device_get(merged), num_steps=len(all_logits))
+
+
+def _reference():
+  """Return (losses, z-losses, tokens), <float64>[rows, length] and bool, by NumPy."""
+  logits, targets = _evaluation_rows()
+  log_z = np.log(np.exp(logits.astype(np.float64)).sum(-1))
+  z_loss = _Z_LOSS * log_z**2
+  own = np.take_along_axis(logits, targets[..., None], -1)[..., 0]
+  return log_z - own + z_loss, z_loss, targets > 0
+
+
+def _mean(values, factor, batch_size, packed):
+  """Return the mean over batches of losses of positions, from their definition."""
+  real = _reference()[2]
+  total = np.sum(values * real)
+  if factor == 'NUM_REAL_TARGET_TOKENS':
+    return total / real.sum()
+  if factor == 'NUM_TOTAL_TARGET_TOKENS':
+    return total / real.size
+  if factor == 'AVERAGE_PER_SEQUENCE':
+    parts = [real]
+    if packed:
+      is_first = np.arange(_LENGTH) <= 1
+      parts = [real & is_first, real & ~is_first]
+    # [parts * rows]: sums and numbers of tokens of each sequence.
+    sums = np.concatenate([np.sum(values * part, 1) for part in parts])
+    counts = np.concatenate([part.sum(1) for part in parts])
+    return np.mean(sums[counts > 0] / counts[counts > 0])
+  return total / (factor or 1.0) / -(-_ROWS // batch_size)
+
+
+@pytest.mark.parametrize('batch_size', [13, 4, 1])
+@pytest.mark.parametrize(
+  'factor, packed',
+  [
+    ('NUM_REAL_TARGET_TOKENS', False),
+    ('NUM_TOTAL_TARGET_TOKENS', False),
+    ('AVERAGE_PER_SEQUENCE', False),
+    ('AVERAGE_PER_SEQUENCE', True),
+    (None, False),
+    (7.0, False),
+  ],
+)
+def test_losses_of_an_evaluation_are_means_over_all_rows(factor, packed, batch_size):
+  loss, z_loss, real = _reference()
+  values = _evaluate(factor, batch_size, packed=packed)
+  for name, of_positions in (('loss', loss), ('z_loss', z_loss), ('cross_ent_loss', loss - z_loss)):
+    expected = _mean(of_positions, factor, batch_size, packed)
+    assert values[name] == pytest.approx(expected, rel=1e-5), name
+  if factor != 'AVERAGE_PER_SEQUENCE':
+    total = np.sum(loss * real)
+    assert values['loss_per_nonpadding_target_token'] == pytest.approx(total / real.sum(), rel=1e-5)
+    assert values['loss_per_all_target_tokens'] == pytest.approx(total / real.size, rel=1e-5)
+    total = np.sum(z_loss * real)
+    assert values['z_loss_per_all_target_tokens'] == pytest.approx(total / real.size, rel=1e-5)
+  # A batch of only padding adds nothing.
+  more = _evaluate(factor, batch_size, num_more=2, packed=packed)
+  names = [name for name in values if 'loss' in name and 'fraction' not in name] + ['accuracy']
+  assert len(names) == 8
+  assert [more[name] for name in names] == [values[name] for name in names]
+
+
+def test_padding_rows_of_a_batch_without_weights_have_no_loss():
+  # Without weights, the padding of real rows counts.
+  expected = np.sum(_reference()[0])
+  for batch_size in (13, 4):
+    values = _evaluate(None, batch_size, weights=False)
+    assert values['loss'] * -(-_ROWS // batch_size) == pytest.approx(expected, rel=1e-5)
+    assert values['loss_per_nonpadding_target_token'] == pytest.approx(
+      expected / _ROWS / _LENGTH, rel=1e-5
+    )
+
+
+def test_a_loss_of_unknown_factor_is_averaged_per_batch():
+  """As in T5X, whose `compute_base_metrics` gets a number."""
+
+  def metrics(loss, weight):
+    ones = jnp.ones((2, 3), jnp.int32)
+    return models.compute_base_metrics(jnp.zeros((2, 3, 5)), ones, weight * ones, loss)
+
+  merged = metrics_lib.merge_metrics(metrics(3.0, 1), metrics(5.0, 1))
+  assert compute(metrics_lib.merge_metrics(merged, metrics(0.0, 0)), num_steps=3)['loss'] == 4.0

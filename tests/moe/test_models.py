@@ -221,6 +221,107 @@ def test_metrics_average_over_steps_and_microbatches():
   )
 
 
+_EVALUATED = (
+  'loss',
+  *(f'experts/{name}' for name in ('auxiliary_loss', 'router_z_loss', 'router_confidence')),
+  *(
+    f'experts/{stack}/layers_0/{name}'
+    for stack in ('encoder', 'decoder')
+    for name in ('auxiliary_loss', 'router_z_loss', 'router_entropy', 'load', 'choices_dropped')
+  ),
+)
+
+
+@pytest.mark.parametrize(
+  'padding_in_losses, per_target',
+  [(True, False), pytest.param(False, True, marks=pytest.mark.full)],
+)
+def test_an_evaluation_does_not_depend_on_its_batch_size(padding_in_losses, per_target):
+  """Groups are single rows, so that only the means over batches could differ."""
+  router = routing.TokensChooseRouter(4, num_selected=2, padding_in_losses=padding_in_losses)
+  block = networks.SparseBlock(router=router, num_experts=4, expert_dim=12, group_size=8)
+  network = networks.sparse_transformer(
+    cases.tiny_config(num_encoder_layers=1, num_decoder_layers=1),
+    block,
+    num_encoder_sparse_layers=1,
+    num_decoder_sparse_layers=1,
+  )
+  vocabulary = vocabularies.PassThroughVocabulary(40)
+  model = models.MoeEncoderDecoderModel(
+    network,
+    vocabulary,
+    vocabulary,
+    None,
+    loss_normalizing_factor='NUM_REAL_TARGET_TOKENS',
+    aux_loss_factor=0.5,
+    router_z_loss_factor=0.25,
+    auxiliary_losses_per_target=per_target,
+  )
+  rng = np.random.default_rng(0)
+  is_token = np.arange(8) < rng.integers(1, 9, 5)[:, None]
+  inputs = rng.integers(2, 40, (5, 8)) * is_token
+  targets = rng.integers(2, 40, (5, 8)) * is_token[::-1]
+  rows = {
+    'encoder_input_tokens': inputs,
+    'decoder_input_tokens': np.pad(targets, [(0, 0), (1, 0)])[:, :-1],
+    'decoder_target_tokens': targets,
+    'decoder_loss_weights': targets > 0,
+  }
+  params = model.get_initial_variables(
+    jax.random.key(0), {name: x.shape for name, x in rows.items()}
+  )['params']
+  # Large weights, so that the losses of routers differ between rows.
+  params = jax.tree.map(lambda x: 3 * x, params)
+  evaluate = cases.jit(lambda batch: model.eval_fn(params, batch)[:2])
+  found = {}
+  for size in (5, 2, 1):
+    merged = None
+    # The last batch has only padding.
+    for first in range(0, 5 + size, size):
+      batch = {name: x[first : first + size] for name, x in rows.items()}
+      batch = {name: np.pad(x, [(0, size - len(x)), (0, 0)]) for name, x in batch.items()}
+      metrics = evaluate(batch)[1]
+      merged = metrics if merged is None else metrics_lib.merge_metrics(merged, metrics)
+    found[size] = {
+      name: np.asarray(merged[name].compute()) for name in (*_EVALUATED, 'cross_ent_loss')
+    }
+  for size in (2, 1):
+    for name, value in found[5].items():
+      np.testing.assert_allclose(found[size][name], value, rtol=2e-5, err_msg=f'{size} {name}')
+  values = found[5]
+  parts = (
+    values['cross_ent_loss'] + values['experts/auxiliary_loss'] + values['experts/router_z_loss']
+  )
+  np.testing.assert_allclose(values['loss'], parts, rtol=1e-6)
+  np.testing.assert_allclose(float(evaluate(rows)[0]), parts, rtol=1e-5)
+
+
+def test_a_subclass_with_other_auxiliary_losses_has_them_in_its_loss():
+  class Model(models.MoeDecoderOnlyModel):
+    def auxiliary_losses(self, intermediates, batch):
+      loss, metrics = super().auxiliary_losses(intermediates, batch)
+      return loss + 10.0, metrics
+
+  targets = jnp.ones([2, 3], jnp.int32)
+  batch = {'decoder_input_tokens': targets, 'decoder_target_tokens': targets}
+  model = _model(np.zeros([2, 3, 11]), _sown(2), aux_loss_factor=0.5, cls=Model)
+  loss, metrics = model.loss_fn({'decoder': {'bias': jnp.zeros([])}}, batch, None)
+  assert float(loss) == float(metrics['loss'].compute()) > 10
+
+
+def test_batches_of_padding_have_no_load():
+  """Not even as dead experts."""
+  layer = {**_sown(1)[0]}
+  empty = {**layer, 'expert_load': np.zeros_like(layer['expert_load'])}
+  first, second = (
+    moe_metrics.expert_losses_and_metrics(_tree([values]), 0.0, 0.0)[1] for values in (layer, empty)
+  )
+  merged = metrics_lib.merge_metrics(first, second)
+  for name in ('load', 'dead_experts', 'max_over_mean_load'):
+    name = f'experts/encoder/layers_1/{name}'
+    np.testing.assert_allclose(merged[name].compute(), first[name].compute(), rtol=1e-6)
+
+
 @pytest.mark.parametrize('factor', [None, 7.0, 'NUM_REAL_TARGET_TOKENS'])
 @pytest.mark.parametrize('per_target', [False, True])
 def test_weight_of_the_auxiliary_losses(factor, per_target):

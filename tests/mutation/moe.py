@@ -175,6 +175,20 @@ MUTANTS = (
     'tests/moe/test_microbatches.py::test_every_model',
   ),
   Mutant(
+    'auxiliary_losses_have_the_weight_of_the_targets',
+    't5x_lite/models/base.py',
+    "      if 'auxiliary_loss_terms' in vars(cls):\n        return not is_sum",
+    "      if 'auxiliary_loss_terms' in vars(cls):\n        return False",
+    'tests/moe/test_models.py::test_an_evaluation_does_not_depend_on_its_batch_size',
+  ),
+  Mutant(
+    'padding_rows_are_in_the_router_z_loss',
+    'moe/routing/types.py',
+    '(self.router_z_loss * num_positions - z_of_padding) / divisor',
+    'self.router_z_loss',
+    'tests/moe/test_models.py::test_an_evaluation_does_not_depend_on_its_batch_size',
+  ),
+  Mutant(
     'slices_of_experts_keep_their_moments',
     'moe/expert_state.py',
     'float(change.slices) ** -name.power',

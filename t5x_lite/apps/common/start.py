@@ -18,6 +18,7 @@ from t5x_lite import checks
 from t5x_lite import data
 from t5x_lite import files
 from t5x_lite import layer_stacks
+from t5x_lite import losses
 from t5x_lite import models
 from t5x_lite import multihost
 from t5x_lite import non_finite
@@ -214,11 +215,23 @@ def facts_of_run(start: StartingPoint, random_seed: int | None) -> dict[str, Any
   """
   if start.resumes:
     recorded = start.metadata.get('run', {})
+    if recorded.get('means_version', 1) != losses.MEANS_VERSION:
+      logging.getLogger(__name__).info(
+        'This run is continued from an earlier version: %s. Lines and best checkpoints up to step %d keep their '
+        'values.',
+        losses.MEANS_CHANGED,
+        start.step,
+      )
   else:
     recorded = {}
   if random_seed is None and 'random_seed' in recorded:
     random_seed = recorded['random_seed']
-  return {'start_step': start.step, **recorded, 'random_seed': choose_seed(random_seed)}
+  return {
+    'start_step': start.step,
+    **recorded,
+    'random_seed': choose_seed(random_seed),
+    'means_version': losses.MEANS_VERSION,
+  }
 
 
 def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -> StartingPoint:

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from t5x_lite import checkpoints
+from t5x_lite import evaluation
 from t5x_lite import files
+from t5x_lite import losses
 from t5x_lite import multihost
 from t5x_lite.errors import CheckpointError, ConfigError
 
@@ -54,6 +56,23 @@ class EvalRecord:
         f'(EVAL_OUTPUT_DIR), or delete {self._path} to replace the results.'
       )
     self._finished = {int(step): entry for step, entry in contents['finished'].items()}
+    self._warn_of_earlier_losses(output_dir)
+
+  def _warn_of_earlier_losses(self, output_dir: str) -> None:
+    """Log a warning if checkpoints have losses by an earlier definition, which are kept."""
+    steps = []
+    for step, entry in self._finished.items():
+      has_losses = any(name.startswith(evaluation.TRAINING_EVAL) for name in entry['metrics'])
+      if has_losses and entry.get('means_version', 1) != losses.MEANS_VERSION:
+        steps.append(step)
+    if steps:
+      _logger.warning(
+        '%s has results of %d checkpoint(s) by an earlier version, which are kept: %s. To compare losses, evaluate '
+        'all checkpoints into another output_dir (EVAL_OUTPUT_DIR).',
+        output_dir,
+        len(steps),
+        losses.MEANS_CHANGED,
+      )
 
   @property
   def results(self) -> dict[int, dict[str, float]]:
@@ -94,6 +113,7 @@ class EvalRecord:
       'path': path,
       'fingerprint': None if path is None else _fingerprint(path),
       'metrics': {name: _to_json(value) for name, value in metrics.items()},
+      'means_version': losses.MEANS_VERSION,
     }
     if multihost.is_lead():
       body = {

@@ -1,5 +1,6 @@
 """Where a run starts: the choice of a checkpoint, and its parameters in the model's layout and on its mesh."""
 
+import dataclasses
 import functools
 import types
 import weakref
@@ -462,3 +463,17 @@ def test_a_directory_of_t5x_is_not_taken_for_a_new_run(tmp_path, form):
     ),
   )
   assert start.path.endswith('checkpoint_7') and not start.resumes
+
+
+def test_a_run_of_an_earlier_version_is_told_once_that_losses_are_defined_anew(saved, caplog):
+  path = str(saved[0] / 'checkpoint_1')
+  start = start_lib.StartingPoint(
+    path=path, resumes=True, restore_cfg=checkpoints.RestoreCheckpointConfig(path)
+  )
+  with caplog.at_level('INFO'):
+    facts = start_lib.facts_of_run(start, 0)
+    assert caplog.text.count('continued from an earlier version: losses over several batches') == 1
+    start = dataclasses.replace(start, metadata={'run': facts})
+    assert start_lib.facts_of_run(start, 0) == facts
+    start_lib.facts_of_run(start_lib.StartingPoint(), 0)
+  assert caplog.text.count('earlier version') == 1

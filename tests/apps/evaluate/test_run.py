@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import hashlib
 import json
 import os
 import shutil
@@ -232,6 +233,18 @@ def test_a_damaged_record_is_set_aside(run, tmp_path, caplog, damage):
     'is damaged' in caplog.text and (tmp_path / 'evaluated.json.damaged').read_text() == damaged
   )
   assert [row['step'] for row in _lines(tmp_path)['inference_eval/letters']] == [12]
+
+
+def test_results_of_an_earlier_version_are_kept_with_a_warning(run, tmp_path, caplog):
+  results = _evaluate(run, tmp_path, 'latest')
+  assert 'by an earlier version' not in caplog.text
+  path = tmp_path / 'evaluated.json'
+  contents = json.loads(path.read_text())['contents']
+  del contents['finished']['12']['means_version']
+  digest = hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
+  path.write_text(json.dumps({'sha256': digest, 'contents': contents}))
+  assert _evaluate(run, tmp_path, 'latest') == results
+  assert caplog.text.count('results of 1 checkpoint(s) by an earlier version') == 1
 
 
 def test_damaged_checkpoints_are_reported_at_the_end(run, tmp_path, capsys):
