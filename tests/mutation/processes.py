@@ -286,7 +286,7 @@ MUTANTS = (
   Mutant(
     'a_failed_run_may_have_the_status_0',
     't5x_lite/runtime/failure.py',
-    " or int(ExitCode.ERROR)",
+    ' or int(ExitCode.ERROR)',
     '',
     _MONITOR_TEST + 'test_values_of_strangers_change_nothing',
   ),
