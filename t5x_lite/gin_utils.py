@@ -21,6 +21,7 @@ from t5x_lite import files
 from t5x_lite.compat import names as t5x_names
 from t5x_lite.configuration import binding as gin_apply
 from t5x_lite.configuration import checks as gin_check
+from t5x_lite.configuration import inheritance
 from t5x_lite.configuration import mesh_rules
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError, T5xLiteError
@@ -251,12 +252,16 @@ def load(
   uses = gin_check.check(function, binder.locations, macros_of_files, binder.replaced)
   for sentence in gin_check.misspelt_scopes(uses, binder.locations):
     logging.getLogger(__name__).warning(sentence)
+  for sentence in inheritance.describe_missing(binder.not_inherited, uses, binder.locations):
+    logging.getLogger(__name__).warning(sentence)
+  for sentence in inheritance.describe_inherited(uses):
+    logging.getLogger(__name__).info(sentence)
   text = get_gin_config_str()
   _finalize()
   read_keys = {key for use in uses for key in use.bound.values()}
   # Files for training may be used for other commands too, which need less.
   if function_name == 'train':
-    _log_unused(binder.bound, read_keys, texts)
+    _log_unused(binder.bound, uses, texts)
   mesh_rule = ''
   if choice is not None:
     mesh_rule = mesh_rules.describe(choice, changes, read_keys)
@@ -286,6 +291,7 @@ def _bind(
         f'{gin_syntax.MESH_RULES}. Remove the flag, or add rules.'
       )
     binder.bind(texts)
+    binder.inherit()
     return binder, texts, None, {}
   position = texts.index(rules)
   files = texts[:position]
@@ -294,7 +300,9 @@ def _bind(
   choice = mesh_rules.choose(rules, mesh_selector, binder.imports)
   texts = [*files, *choice.texts, *rest]
   _check_macros(texts)
-  return binder, texts, choice, mesh_rules.bind(choice, binder, rest)
+  changes = mesh_rules.bind(choice, binder, rest)
+  binder.inherit()
+  return binder, texts, choice, changes
 
 
 def _statements(
@@ -351,10 +359,16 @@ def _other_defaults(texts: Sequence[gin_syntax.Text]) -> list[str]:
 
 def _log_unused(
   bound: Mapping[gin_check.Key, gin_syntax.Binding],
-  read_keys: Collection[gin_check.Key],
+  uses: Sequence[gin_check.Use],
   texts: Sequence[gin_syntax.Text],
 ) -> None:
-  """Log which bindings of the user's files, not T5X's or config.gin of a run, have no effect in training."""
+  """Log which bindings of files, not T5X's or config.gin of a run, have no effect in training.
+
+  Of the files of t5x_lite, these are the bindings of what a file uses and a later file or flag replaces: they include
+  each other and know themselves what they replace.
+  """
+  read_keys = {key for use in uses for key in use.bound.values()}
+  used = {use.configurable.selector for use in uses}
   mentioned = gin_syntax.mentioned_macros(texts)
   registry = gin_check.configurables()
   names_of_others = (_CONFIG_FILE, *gin_syntax.packaged_files(gin_syntax.T5X_FILES))
@@ -364,11 +378,12 @@ def _log_unused(
     for statement, text in _statements(texts)
     if text.path is not None and not text.is_packaged() and not f'/{text.path}'.endswith(others)
   }
+  given_up = {id(statement) for top in texts for statement in _bindings_of_used(top)}
   unused = []
   for key, statement in bound.items():
     if id(statement) not in owned:
-      continue
-    if statement.macro_name:
+      is_unused = id(statement) in given_up and key[1] not in used
+    elif statement.macro_name:
       is_unused = statement.macro_name not in mentioned
     else:
       is_unused = key not in read_keys and registry[key[1]].import_source is not None
@@ -376,6 +391,26 @@ def _log_unused(
       unused.append(f'{statement.key} ({statement.location})')
   if unused:
     logging.getLogger(__name__).info('Not used for training: %s.', ', '.join(unused))
+
+
+def _bindings_of_used(top: gin_syntax.Text) -> Iterator[gin_syntax.Binding]:
+  """Yield the bindings, in files of t5x_lite, of functions and classes to which a file refers by itself.
+
+  Args:
+    top: a file of the command line, with what it includes.
+  """
+  effective = {binding.target: binding for binding in gin_syntax.bindings_of([top])}
+  names = set()
+  for binding in effective.values():
+    for part in gin_syntax.parts_of(binding.value):
+      if isinstance(part, gin_syntax.Reference):
+        names.add(re.split('[/.]', part.scoped_selector)[-1])
+  for statement, text in top.walk_files():
+    if not isinstance(statement, gin_syntax.Binding) or statement.macro_name is not None:
+      continue
+    is_ours = text.is_packaged() and not text.is_packaged(gin_syntax.T5X_FILES)
+    if is_ours and statement.selector.rpartition('.')[2] in names:
+      yield statement
 
 
 def _files_of_t5x(text: gin_syntax.Text) -> Iterator[gin_syntax.Text]:
