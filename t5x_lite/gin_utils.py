@@ -45,6 +45,8 @@ _REMEDIES = {
   'INFER_OUTPUT_DIR': 'set --gin.INFER_OUTPUT_DIR=runs/my_run/answers, or --output=FILE',
   'OPTIMIZER': 'add an optimizer, e.g. --gin_file=optimizers/adafactor.gin',
 }
+# Run files by the function of a command; other commands configure a training.
+_RUN_FILES = {'evaluate': 'runs/eval.gin', 'infer': 'runs/infer.gin', 'save': 'runs/export.gin'}
 # gin's default of parameters that must be bound, for parameters of any type.
 _REQUIRED: Any = gin.REQUIRED
 # Sentences about macros that not all run files use.
@@ -242,7 +244,8 @@ def load(
     configurable.wrapped is function for configurable in gin_check.configurables().values()
   ):
     raise ConfigError(
-      f'No file configures {entry}. Add a run file, e.g. --gin_file=runs/pretrain.gin, or a recipe: '
+      f'No file configures {entry}. Add a run file, e.g. '
+      f'--gin_file={_RUN_FILES.get(function_name, "runs/pretrain.gin")}, or use a recipe: '
       f'{", ".join(gin_syntax.packaged_files("recipes"))}.'
     )
   macros_of_files = set()
@@ -378,7 +381,7 @@ def _log_unused(
     for statement, text in _statements(texts)
     if text.path is not None and not text.is_packaged() and not f'/{text.path}'.endswith(others)
   }
-  given_up = {id(statement) for top in texts for statement in _bindings_of_used(top)}
+  given_up = {id(statement) for statement in _bindings_given_up(texts)}
   unused = []
   for key, statement in bound.items():
     if id(statement) not in owned:
@@ -393,24 +396,41 @@ def _log_unused(
     logging.getLogger(__name__).info('Not used for training: %s.', ', '.join(unused))
 
 
-def _bindings_of_used(top: gin_syntax.Text) -> Iterator[gin_syntax.Binding]:
-  """Yield the bindings, in files of t5x_lite, of functions and classes to which a file refers by itself.
+def _bindings_given_up(texts: Sequence[gin_syntax.Text]) -> Iterator[gin_syntax.Binding]:
+  """Yield the bindings, in files of t5x_lite, of functions and classes to which a replaced binding refers.
 
   Args:
-    top: a file of the command line, with what it includes.
+    texts: files and flags in the order of application. A file with its includes is one text, which replaces its own
+      bindings on purpose.
   """
-  effective = {binding.target: binding for binding in gin_syntax.bindings_of([top])}
+  last = {binding.target: binding for binding in gin_syntax.bindings_of(texts)}
+  for top in texts:
+    effective = {binding.target: binding for binding in gin_syntax.bindings_of([top])}.values()
+    waiting = [binding for binding in effective if last[binding.target] is not binding]
+    names: set[str] = set()
+    while waiting:
+      added = _names_in(waiting.pop().value) - names
+      names |= added
+      waiting += [each for each in effective if each.arg_name and _last_part(each) in added]
+    for statement, text in top.walk_files():
+      is_ours = text.is_packaged() and not text.is_packaged(gin_syntax.T5X_FILES)
+      if not is_ours or not isinstance(statement, gin_syntax.Binding) or not statement.arg_name:
+        continue
+      if _last_part(statement) in names:
+        yield statement
+
+
+def _last_part(binding: gin_syntax.Binding) -> str:
+  return binding.selector.rpartition('.')[2]
+
+
+def _names_in(value: Any) -> set[str]:
+  """Return the last parts of the names of the functions and classes in a value."""
   names = set()
-  for binding in effective.values():
-    for part in gin_syntax.parts_of(binding.value):
-      if isinstance(part, gin_syntax.Reference):
-        names.add(re.split('[/.]', part.scoped_selector)[-1])
-  for statement, text in top.walk_files():
-    if not isinstance(statement, gin_syntax.Binding) or statement.macro_name is not None:
-      continue
-    is_ours = text.is_packaged() and not text.is_packaged(gin_syntax.T5X_FILES)
-    if is_ours and statement.selector.rpartition('.')[2] in names:
-      yield statement
+  for part in gin_syntax.parts_of(value):
+    if isinstance(part, gin_syntax.Reference):
+      names.add(re.split('[/.]', part.scoped_selector)[-1])
+  return names
 
 
 def _files_of_t5x(text: gin_syntax.Text) -> Iterator[gin_syntax.Text]:

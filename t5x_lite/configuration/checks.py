@@ -478,7 +478,10 @@ def _check_type(
     remedy = f' {use.name} needs {_NEEDS[name]}: set {name}, or --gin.{option} to a number.'
   elif isinstance(value, float) and value.is_integer() and fits(int(value), hint):
     remedy = f' Write {int(value)}.'
-  elif value is not None and not isinstance(value, str) and fits('', hint):
+  elif name.endswith('.factors') and isinstance(value, (list, tuple)):
+    text = ' * '.join(map(str, value))
+    remedy = f' Write --gin.{name}="{text}".'
+  elif isinstance(value, (bool, int, float)) and fits('', hint):
     remedy = f' Write --gin.{name}=\'"{value}"\'.'
   raise ConfigError(
     f'`{name}` must be {describe(hint)}{for_what}, got {short_repr(value)} of type '

@@ -12,7 +12,6 @@ import types
 from typing import Any
 
 import gin
-from gin import config as gin_config
 
 from t5x_lite.configuration import checks
 from t5x_lite.configuration.syntax import Location
@@ -51,48 +50,44 @@ def inherit(selectors: Collection[str]) -> list[Missing]:
     The bindings of base classes that a subclass does not accept.
   """
   registry = checks.configurables()
-  dynamic = {}
+  dynamic: dict[type, str] = {}
   for selector in selectors:
     configurable = registry[selector]
     # gin itself applies bindings of the other classes, those that Python code registers, to their subclasses.
     if inspect.isclass(configurable.wrapped) and configurable.import_source is not None:
-      dynamic[configurable.wrapped] = configurable
+      dynamic[configurable.wrapped] = selector
   missing = []
   for cls in dynamic:
     for base in cls.__mro__[1:]:
       if base in dynamic:
-        missing += _inherit_from(dynamic[cls], dynamic[base])
+        missing += _inherit_from(cls, base, dynamic)
         missing += _of_methods(dynamic[cls], dynamic[base])
   return missing
 
 
-def _of_methods(
-  configurable: gin_config.Configurable, base: gin_config.Configurable
-) -> list[Missing]:
+def _of_methods(selector: str, base: str) -> list[Missing]:
   """Return the bindings of methods of a base class, which gin applies to no other class."""
   missing = []
   for (scope, owner), bound in own_bindings().items():
-    if owner.startswith(f'{base.selector}.'):
-      missing += [Missing(configurable.selector, (scope, owner, name)) for name in bound]
+    if owner.startswith(f'{base}.'):
+      missing += [Missing(selector, (scope, owner, name)) for name in bound]
   return missing
 
 
-def _inherit_from(
-  configurable: gin_config.Configurable, base: gin_config.Configurable
-) -> list[Missing]:
+def _inherit_from(cls: type, base: type, selectors: Mapping[type, str]) -> list[Missing]:
   """Bind the parameters of a class that are bound for a base class, and return the bindings that do not apply."""
-  selector = configurable.selector
+  selector = selectors[cls]
   # With what the class has from nearer base classes, which have priority in any scope, too.
   before = {name: dict(bound) for name, bound in checks.bindings().items()}
   missing = []
   for (scope, owner), bound in own_bindings().items():
-    if owner != base.selector:
+    if owner != selectors[base]:
       continue
     for parameter in bound:
       key = (scope, owner, parameter)
       if any(parameter in before.get((outer, selector), {}) for outer in _outer_scopes(scope)):
         continue
-      if accepts(configurable.wrapped, base.wrapped, parameter):
+      if accepts(cls, base, parameter):
         gin.bind_parameter((scope, selector, parameter), checks.Inherited(key))
       else:
         missing.append(Missing(selector, key))

@@ -18,13 +18,6 @@ MUTANTS = (
     'tests/configuration/test_inheritance.py::test_accepted_parameters',
   ),
   Mutant(
-    'inherited_values_are_recorded_as_own',
-    't5x_lite/configuration/inheritance.py',
-    'own = {key: value for key, value in bound.items() if not isinstance(value, checks.Inherited)}',
-    'own = dict(bound)',
-    'tests/configuration/test_inheritance.py::test_a_recorded_configuration_gives_the_same',
-  ),
-  Mutant(
     'tensorflow_is_imported_before_triton',
     't5x_lite/module_imports.py',
     "if exists('triton') and exists('tensorflow'):",
