@@ -35,8 +35,8 @@ MUTANTS = (
   Mutant(
     'sources_that_handle_the_number_of_processes_are_not_asked',
     't5x_lite/data/global_batches.py',
-    'isinstance(host_iterator, HostIterator) and host_iterator.handles_process_count',
-    'not isinstance(host_iterator, HostIterator)',
+    'is_ours and host_iterator.handles_process_count',
+    'not is_ours',
     'tests/data/test_global_batches.py::test_builtin_source_behind_it',
   ),
   Mutant(
