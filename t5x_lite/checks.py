@@ -9,6 +9,7 @@ import functools
 import inspect
 import math
 import numbers
+import types
 from typing import Any, NamedTuple
 
 from t5x_lite.errors import ConfigError, InvalidOptions, T5xLiteError, did_you_mean
@@ -103,7 +104,11 @@ def _interval(
   return ''
 
 
-def one_of(choices: Collection[Any], remedy: str = '') -> Expectation:
+def one_of(
+  choices: Collection[Any],
+  remedy: str = '',
+  synonyms: Mapping[str, str] = types.MappingProxyType({}),
+) -> Expectation:
   """Expect one of several values, usually names; the error message adds the most similar one.
 
   >>> one_of(['sum', 'mean']).text
@@ -114,6 +119,8 @@ def one_of(choices: Collection[Any], remedy: str = '') -> Expectation:
     if not isinstance(value, str):
       return remedy.strip()
     names = [each for each in choices if isinstance(each, str)]
+    if value.lower() in synonyms:
+      return f'Did you mean {synonyms[value.lower()]!r}?'
     suggestion = did_you_mean(value, names, lists_all=False)
     return f'{suggestion} {remedy}'.strip()
 

@@ -382,7 +382,11 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
     SystemExit: `--help` or `--version` was printed.
   """
   if not argv[0].startswith('-') and argv[0] not in program.commands:
-    raise ConfigError(f'{argv[0]!r} is not a command.{did_you_mean(argv[0], program.commands)}')
+    if argv[0] == 'moe' and argv[0] != program.name:
+      hint = f' Did you mean `python -m {" ".join(argv[:3])}`?'
+    else:
+      hint = did_you_mean(argv[0], program.commands)
+    raise ConfigError(f'{argv[0]!r} is not a command.{hint}')
   command = program.commands.get(argv[0])
   others = []
   passes_on = command is not None and command.passes_on
@@ -464,7 +468,14 @@ def _unknown_argument(argument: str, command: str, has_gin: bool, options: Itera
   if has_gin and cli_flags.remedy(flag):
     return f'{command} has no flag {flag}. {cli_flags.remedy(flag)}'
   known = [name for name in options if name.startswith('--')]
-  return f'{command} has no flag {flag}.{did_you_mean(flag, known)}'
+  name = cli_flags.gin_name(flag) if has_gin else ''
+  if name:
+    hint = f' Did you mean --gin.{name}={argument.partition("=")[2] or "VALUE"}?'
+  else:
+    hint = did_you_mean(flag, known, lists_all=not has_gin)
+  if not hint:
+    hint = f' Values are set by --gin.NAME=VALUE, files by --gin_file=FILE; {command} --help lists the flags.'
+  return f'{command} has no flag {flag}.{hint}'
 
 
 def _parser(argv: Sequence[str], program: Program) -> argparse.ArgumentParser:

@@ -24,6 +24,37 @@ _REMEDIES = {
   'xla_': 'Set the environment variable XLA_FLAGS',
 }
 
+# Macros of the recipes and run files by themselves, and by other names that beginners use as flags.
+_MACROS = {
+  name: name
+  for name in (
+    'BATCH_SIZE',
+    'DATA_SOURCE',
+    'DROPOUT_RATE',
+    'EVAL_PERIOD',
+    'EVAL_STEPS',
+    'INITIAL_CHECKPOINT_PATH',
+    'LEARNING_RATE',
+    'MIXTURE_OR_TASK_MODULE',
+    'MIXTURE_OR_TASK_NAME',
+    'MODEL_DIR',
+    'NUM_EPOCHS',
+    'RANDOM_SEED',
+    'SAVING_PERIOD',
+    'TASK_FEATURE_LENGTHS',
+    'TRAIN_STEPS',
+    'WARMUP_STEPS',
+  )
+} | {
+  'EPOCHS': 'NUM_EPOCHS',
+  'LR': 'LEARNING_RATE',
+  'MODULE': 'MIXTURE_OR_TASK_MODULE',
+  'OUTPUT_DIR': 'MODEL_DIR',
+  'SEED': 'RANDOM_SEED',
+  'STEPS': 'TRAIN_STEPS',
+  'TASK': 'MIXTURE_OR_TASK_NAME',
+}
+
 
 def expand_flagfiles(arguments: Sequence[str], within: Sequence[str] = ()) -> list[str]:
   """Return arguments with each `--flagfile=FILE` replaced by the flags in the file.
@@ -129,6 +160,22 @@ def remedy(flag: str) -> str:
   for start, sentence in _REMEDIES.items():
     if name.startswith(start) or name.removeprefix('no').startswith(start):
       return f'{sentence}.'
+  return ''
+
+
+def gin_name(flag: str) -> str:
+  """Return the name of gin that a flag means, e.g. a macro without `gin.`; '' if it is unknown.
+
+  >>> gin_name('--TRAIN_STEPS'), gin_name('--learning_rate'), gin_name('--lr'), gin_name('--models.Model.z_loss')
+  ('TRAIN_STEPS', 'LEARNING_RATE', 'LEARNING_RATE', 'models.Model.z_loss')
+  """
+  name = flag.lstrip('-').replace('-', '_')
+  macro = name.upper()
+  macro = _MACROS.get(macro, macro)
+  if name.isupper() or macro in _MACROS.values():
+    return macro
+  if '.' in name:
+    return name
   return ''
 
 

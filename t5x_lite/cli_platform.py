@@ -122,7 +122,9 @@ def platform_message(error: BaseException) -> str | None:
   hint = ''
   if unknown:
     hint = did_you_mean(unknown[0], _PLATFORMS)
-  remedy = 'Unset JAX_PLATFORMS to use the devices of this machine'
+  remedy = 'Unset JAX_PLATFORMS, or set JAX_PLATFORMS=cpu'
+  if wanted == 'gpu':
+    reason = ''  # JAX names ROCm, which few mean.
   if not hint and wanted in ('cuda', 'gpu', 'tpu'):
     extra = 'tpu' if wanted == 'tpu' else 'cuda'
     remedy += f', or install JAX for this platform with `{install_command(extra)}`'

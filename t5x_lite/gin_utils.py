@@ -21,6 +21,7 @@ from t5x_lite import files
 from t5x_lite.compat import names as t5x_names
 from t5x_lite.configuration import binding as gin_apply
 from t5x_lite.configuration import checks as gin_check
+from t5x_lite.configuration import inheritance
 from t5x_lite.configuration import mesh_rules
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError, T5xLiteError
@@ -44,6 +45,8 @@ _REMEDIES = {
   'INFER_OUTPUT_DIR': 'set --gin.INFER_OUTPUT_DIR=runs/my_run/answers, or --output=FILE',
   'OPTIMIZER': 'add an optimizer, e.g. --gin_file=optimizers/adafactor.gin',
 }
+# Run files by the function of a command; other commands configure a training.
+_RUN_FILES = {'evaluate': 'runs/eval.gin', 'infer': 'runs/infer.gin', 'save': 'runs/export.gin'}
 # gin's default of parameters that must be bound, for parameters of any type.
 _REQUIRED: Any = gin.REQUIRED
 # Sentences about macros that not all run files use.
@@ -257,7 +260,8 @@ def load(
     configurable.wrapped is function for configurable in gin_check.configurables().values()
   ):
     raise ConfigError(
-      f'No file configures {entry}. Add a run file, e.g. --gin_file=runs/pretrain.gin, or a recipe: '
+      f'No file configures {entry}. Add a run file, e.g. '
+      f'--gin_file={_RUN_FILES.get(function_name, "runs/pretrain.gin")}, or use a recipe: '
       f'{", ".join(gin_syntax.packaged_files("recipes"))}.'
     )
   macros_of_files = set()
@@ -267,12 +271,16 @@ def load(
   uses = gin_check.check(function, binder.locations, macros_of_files, binder.replaced)
   for sentence in gin_check.misspelt_scopes(uses, binder.locations):
     logging.getLogger(__name__).warning(sentence)
+  for sentence in inheritance.describe_missing(binder.not_inherited, uses, binder.locations):
+    logging.getLogger(__name__).warning(sentence)
+  for sentence in inheritance.describe_inherited(uses):
+    logging.getLogger(__name__).info(sentence)
   text = get_gin_config_str()
   _finalize()
   read_keys = {key for use in uses for key in use.bound.values()}
   # Files for training may be used for other commands too, which need less.
   if function_name == 'train':
-    _log_unused(binder.bound, read_keys, texts)
+    _log_unused(binder.bound, uses, texts)
   mesh_rule = ''
   if choice is not None:
     mesh_rule = mesh_rules.describe(choice, changes, read_keys)
@@ -302,6 +310,7 @@ def _bind(
         f'{gin_syntax.MESH_RULES}. Remove the flag, or add rules.'
       )
     binder.bind(texts)
+    binder.inherit()
     return binder, texts, None, {}
   position = texts.index(rules)
   files = texts[:position]
@@ -310,7 +319,9 @@ def _bind(
   choice = mesh_rules.choose(rules, mesh_selector, binder.imports)
   texts = [*files, *choice.texts, *rest]
   _check_macros(texts)
-  return binder, texts, choice, mesh_rules.bind(choice, binder, rest)
+  changes = mesh_rules.bind(choice, binder, rest)
+  binder.inherit()
+  return binder, texts, choice, changes
 
 
 def _statements(
@@ -367,10 +378,16 @@ def _other_defaults(texts: Sequence[gin_syntax.Text]) -> list[str]:
 
 def _log_unused(
   bound: Mapping[gin_check.Key, gin_syntax.Binding],
-  read_keys: Collection[gin_check.Key],
+  uses: Sequence[gin_check.Use],
   texts: Sequence[gin_syntax.Text],
 ) -> None:
-  """Log which bindings of the user's files, not T5X's or config.gin of a run, have no effect in training."""
+  """Log which bindings of files, not T5X's or config.gin of a run, have no effect in training.
+
+  Of the files of t5x_lite, these are the bindings of what a file uses and a later file or flag replaces: they include
+  each other and know themselves what they replace.
+  """
+  read_keys = {key for use in uses for key in use.bound.values()}
+  used = {use.configurable.selector for use in uses}
   mentioned = gin_syntax.mentioned_macros(texts)
   registry = gin_check.configurables()
   names_of_others = (_CONFIG_FILE, *gin_syntax.packaged_files(gin_syntax.T5X_FILES))
@@ -380,11 +397,12 @@ def _log_unused(
     for statement, text in _statements(texts)
     if text.path is not None and not text.is_packaged() and not f'/{text.path}'.endswith(others)
   }
+  given_up = {id(statement) for statement in _bindings_given_up(texts)}
   unused = []
   for key, statement in bound.items():
     if id(statement) not in owned:
-      continue
-    if statement.macro_name:
+      is_unused = id(statement) in given_up and key[1] not in used
+    elif statement.macro_name:
       is_unused = statement.macro_name not in mentioned
     else:
       is_unused = key not in read_keys and registry[key[1]].import_source is not None
@@ -392,6 +410,43 @@ def _log_unused(
       unused.append(f'{statement.key} ({statement.location})')
   if unused:
     logging.getLogger(__name__).info('Not used for training: %s.', ', '.join(unused))
+
+
+def _bindings_given_up(texts: Sequence[gin_syntax.Text]) -> Iterator[gin_syntax.Binding]:
+  """Yield the bindings, in files of t5x_lite, of functions and classes to which a replaced binding refers.
+
+  Args:
+    texts: files and flags in the order of application. A file with its includes is one text, which replaces its own
+      bindings on purpose.
+  """
+  last = {binding.target: binding for binding in gin_syntax.bindings_of(texts)}
+  for top in texts:
+    effective = {binding.target: binding for binding in gin_syntax.bindings_of([top])}.values()
+    waiting = [binding for binding in effective if last[binding.target] is not binding]
+    names: set[str] = set()
+    while waiting:
+      added = _names_in(waiting.pop().value) - names
+      names |= added
+      waiting += [each for each in effective if each.arg_name and _last_part(each) in added]
+    for statement, text in top.walk_files():
+      is_ours = text.is_packaged() and not text.is_packaged(gin_syntax.T5X_FILES)
+      if not is_ours or not isinstance(statement, gin_syntax.Binding) or not statement.arg_name:
+        continue
+      if _last_part(statement) in names:
+        yield statement
+
+
+def _last_part(binding: gin_syntax.Binding) -> str:
+  return binding.selector.rpartition('.')[2]
+
+
+def _names_in(value: Any) -> set[str]:
+  """Return the last parts of the names of the functions and classes in a value."""
+  names = set()
+  for part in gin_syntax.parts_of(value):
+    if isinstance(part, gin_syntax.Reference):
+      names.add(re.split('[/.]', part.scoped_selector)[-1])
+  return names
 
 
 def _files_of_t5x(text: gin_syntax.Text) -> Iterator[gin_syntax.Text]:

@@ -212,6 +212,10 @@ def lock_model_dir(
     is_full = errors.is_disk_full(e)
     if is_full:
       remedy = 'Free disk space, then rerun the command'
+    elif isinstance(e, (FileExistsError, NotADirectoryError)):
+      raise errors.CheckpointError(
+        f'The {what} must be a folder, got {str(path)!r}, which is a file or in a file. Choose {elsewhere}.'
+      ) from e
     else:
       remedy = 'Change its permissions'
     raise (errors.SaveError if is_full else errors.CheckpointError)(

@@ -22,6 +22,7 @@ from t5x_lite import module_imports
 from t5x_lite.compat import names as t5x_names
 from t5x_lite.compat import views as t5x_views
 from t5x_lite.configuration import checks as gin_check
+from t5x_lite.configuration import inheritance
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError, did_you_mean, install_command
 
@@ -52,6 +53,7 @@ class Binder:
     bound: statement of each binding.
     replaced: for each macro that lost its last reader, the location of the binding that replaced it.
     imports: import statements by the names that they define.
+    not_inherited: bindings of base classes that do not apply to a subclass, see `inherit`.
     t5x_sources: names of the files and flags that import modules of T5X.
   """
 
@@ -79,6 +81,7 @@ class Binder:
     self.bound: dict[gin_check.Key, gin_syntax.Binding] = {}
     self.replaced: dict[str, gin_syntax.Location] = {}
     self.imports: dict[str, gin_syntax.Import] = {}
+    self.not_inherited: list[inheritance.Missing] = []
 
   @property
   def locations(self) -> dict[gin_check.Key, gin_syntax.Location]:
@@ -100,6 +103,10 @@ class Binder:
         self._bind_text(text, tuple(self.imports.values()))
       else:
         self._bind_text(text, ())
+
+  def inherit(self) -> None:
+    """Bind parameters of classes as their base classes, after all statements are bound."""
+    self.not_inherited = inheritance.inherit(self._used)
 
   def _bind_text(self, text: gin_syntax.Text, preamble: Sequence[gin_syntax.Import]) -> None:
     names = _Names(text.source, self._main_is_t5x, self._used)
@@ -182,11 +189,13 @@ def imports() -> frozenset[Any]:
 def text_with(values: Mapping[gin_check.Key, Any], without_imports: Collection[Any]) -> str:
   """Return `gin.config_str()` of a configuration that differs from the current one, which does not change.
 
+  Inherited values are omitted, since reading the text gives them again.
+
   Args:
     values: values that differ, or UNBOUND.
     without_imports: imports of the current configuration that the other one does not have.
   """
-  table = {name: dict(bound) for name, bound in gin_check.bindings().items()}
+  table = inheritance.own_bindings()
   for (scope, selector, parameter), value in values.items():
     if value is UNBOUND:
       del table[scope, selector][parameter]

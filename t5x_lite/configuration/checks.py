@@ -7,6 +7,7 @@ following the references from the entry point finds exactly the bindings that ha
 
 import collections.abc
 from collections.abc import Callable, Collection, Iterator, Mapping
+import copy
 import dataclasses
 import difflib
 import enum
@@ -47,6 +48,22 @@ _PLAIN = (int, float, str, bool, type(None), list, tuple, dict)
 
 
 @dataclasses.dataclass(frozen=True)
+class Inherited:
+  """Value in gin's table of a parameter that a class gets from the binding of a base class.
+
+  gin copies values when it uses them: the copy is the base's value, with its references called.
+
+  Attributes:
+    key: key of the base's binding.
+  """
+
+  key: Key
+
+  def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    return copy.deepcopy(value_of(self.key), memo)
+
+
+@dataclasses.dataclass(frozen=True)
 class Use:
   """Configurable in one scope that the entry point reaches, and the bindings that apply there.
 
@@ -54,7 +71,7 @@ class Use:
     configurable: the configurable.
     scope: active scopes, outermost first.
     evaluated: whether gin calls it, so that every required parameter must be bound, or passes it as a callable.
-    bound: keys of the bindings by parameter.
+    bound: keys of the bindings by parameter; of an inherited value, the key of the base class.
   """
 
   configurable: gin_config.Configurable
@@ -111,8 +128,11 @@ def reachable(entry: Callable[..., Any]) -> list[Use]:
     bound: dict[str, Key] = {}
     for length in range(len(scope) + 1):  # Inner scopes have priority, as in gin.
       name = '/'.join(scope[:length])
-      for parameter in bindings().get((name, configurable.selector), {}):
-        bound[parameter] = (name, configurable.selector, parameter)
+      for parameter, value in bindings().get((name, configurable.selector), {}).items():
+        if isinstance(value, Inherited):
+          bound[parameter] = value.key
+        else:
+          bound[parameter] = (name, configurable.selector, parameter)
     use = Use(configurable, scope, evaluated, bound)
     found[configurable.selector, scope, evaluated] = use
     for key in bound.values():
@@ -458,7 +478,10 @@ def _check_type(
     remedy = f' {use.name} needs {_NEEDS[name]}: set {name}, or --gin.{option} to a number.'
   elif isinstance(value, float) and value.is_integer() and fits(int(value), hint):
     remedy = f' Write {int(value)}.'
-  elif value is not None and not isinstance(value, str) and fits('', hint):
+  elif name.endswith('.factors') and isinstance(value, (list, tuple)):
+    text = ' * '.join(map(str, value))
+    remedy = f' Write --gin.{name}="{text}".'
+  elif isinstance(value, (bool, int, float)) and fits('', hint):
     remedy = f' Write --gin.{name}=\'"{value}"\'.'
   raise ConfigError(
     f'`{name}` must be {describe(hint)}{for_what}, got {short_repr(value)} of type '

@@ -496,7 +496,7 @@ def configuration_text() -> str:
   """
   record = gin_check.bindings().get(_KEY[:2], {}).get(_KEY[2])
   if not isinstance(record, _Record):
-    return gin.config_str()
+    return gin_apply.text_with({}, without_imports=())
   text = gin_apply.text_with(record.values_without_rule, record.imports_of_rule)
   return f'{record.comment}\n{text}'
 

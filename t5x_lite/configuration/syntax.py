@@ -11,6 +11,7 @@ import graphlib
 import io
 import pathlib
 import re
+import shlex
 import sys
 import tokenize
 from typing import Any
@@ -23,6 +24,8 @@ from t5x_lite.errors import ConfigError, did_you_mean
 
 # Left side of a binding: maybe/some/scope/module.Class.parameter, or the name of a macro.
 _KEY = re.compile(r'^[A-Za-z_][\w./]*$')
+# A function or class of a module that is called without arguments, without the @ that gin requires.
+_CALL = re.compile(r'^(?:[A-Za-z_]\w*/)*[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+\(\)$')
 # Words of other languages for Python's constants.
 _LOWER_CASE_CONSTANTS = {
   'true': 'True',
@@ -412,8 +415,17 @@ def _syntax_message(
   what = re.sub(r'malformed node or string.*?: <.*?>', 'names in values need quotes.', what)
   what = ' '.join(what.split())
   hint = ''
-  value = shown.partition('=')[2].strip()
-  if value.lower() in _LOWER_CASE_CONSTANTS:
+  key, _, value = (part.strip() for part in shown.partition('='))
+  quoted = re.sub(r'([{,]\s*)([A-Za-z_]\w*)(\s*:)', r"\1'\2'\3", value)
+  if in_file:
+    written = f'{key} = '
+  else:
+    written = f'--gin.{key}='
+  if _CALL.match(value):
+    hint = f' Write {written}@{value}, and set its arguments by other bindings.'
+  elif quoted != value:
+    hint = f' Write {written}{quoted if in_file else shlex.quote(quoted)}.'
+  elif value.lower() in _LOWER_CASE_CONSTANTS:
     hint = f' Write {_LOWER_CASE_CONSTANTS[value.lower()]}.'
   elif re.match(r'^[A-Za-z_/.][\w/.:-]*$', value):
     hint = f' Strings need quotes: {value!r}.'
@@ -457,6 +469,10 @@ def read_flag(key: str, value: str, flag: str) -> Text:
       'string'
     )
   else:
+    if _CALL.match(value):
+      raise ConfigError(
+        f'{flag}: a call must begin with @. Write --gin.{key}=@{value}, or --gin.{key}=\'"{value}"\' for a string.'
+      )
     # A value in gin's syntax with an error is read as it is, to raise gin's error.
     if not _is_value(value) and value[0] not in _OPENING:
       value = repr(value)
@@ -529,11 +545,18 @@ def check_macros(
   definitions = {binding.macro_name: binding for binding in bindings if binding.macro_name}
   mentioned = mentioned_macros(texts) - {REQUIRED}
   missing = missing_macros(texts)
+  has_only_a_model = 'MODEL' in definitions and 'MODEL' not in mentioned
   problems = []
   for name, binding in definitions.items():
     if binding.location.on_command_line and name not in mentioned:
-      if name in unused:
+      if has_only_a_model:
+        hint = (
+          ' The files configure only a model. Add a run file, e.g. --gin_file=runs/pretrain.gin.'
+        )
+      elif name in unused:
         hint = f' {unused[name]}'
+      elif files_with := _packaged_files_that_set(name):
+        hint = f' Add a file that uses it, e.g. --gin_file={files_with[0]}.'
       else:
         hint = did_you_mean(name, mentioned)
       problems.append(
@@ -548,6 +571,16 @@ def check_macros(
   if problems:
     raise ConfigError(problems[0])
   _check_cycles(definitions)
+
+
+def _packaged_files_that_set(macro: str) -> list[str]:
+  """Return the partial files of t5x_lite that define and use a macro; a complete recipe is not an addition."""
+  found = []
+  for name in packaged_files('partitioning') + packaged_files('optimizers'):
+    text = (packaged_folder() / name).read_text(encoding='utf-8')
+    if re.search(rf'^{re.escape(macro)} = ', text, re.MULTILINE) and f'%{macro}' in text:
+      found.append(name)
+  return found
 
 
 def misspelt_macros(texts: Sequence[Text]) -> list[str]:

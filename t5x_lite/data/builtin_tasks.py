@@ -483,9 +483,15 @@ def split_remedy(splits: Iterable[str]) -> str:
     proposed = 'validation'
   else:
     proposed = next(iter(splits), None)
-  if proposed:
-    return f' To evaluate or to infer, set --gin.MIXTURE_OR_TASK_SPLIT={proposed}.'
-  return ''
+  if not proposed:
+    return ''
+  remedy = f' To evaluate or to infer, set --gin.MIXTURE_OR_TASK_SPLIT={proposed}'
+  if proposed != 'validation':
+    remedy += (
+      '; to train without evaluation, set --gin.train_script.train.train_eval_dataset_cfg=None and '
+      '--gin.train_script.train.infer_eval_dataset_cfg=None'
+    )
+  return f'{remedy}.'
 
 
 def encode_with_sentinel(text: str, vocabulary: Vocabulary) -> list[int]:

@@ -119,7 +119,15 @@ def check_metric_name(
       candidates.append(f'{folder}/{metric}')
   if name in candidates:
     return
-  if candidates:
+  ending = [each for each in candidates if each.endswith(f'/{name}')]
+  open_folders = [folder for folder, names in folders.items() if names is None]
+  if ending:
+    hint = f' Did you mean {ending[0]!r}?'
+  elif not candidates and open_folders and '/' not in name:
+    by_decoding = [each for each in open_folders if each.startswith(INFERENCE_EVAL)]
+    of_tasks = [each for each in by_decoding or open_folders if not each.endswith(f'/{MEAN}')]
+    hint = f' Did you mean {f"{(of_tasks or open_folders)[0]}/{name}"!r}?'
+  elif candidates:
     hint = did_you_mean(name, candidates)
   else:
     hint = did_you_mean(name, [f'{folder}/...' for folder in folders])

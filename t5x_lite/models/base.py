@@ -377,6 +377,29 @@ class BaseTransformerModel(BaseModel):
       declare `SUPPORTS_CHUNKED_LOSS` return a `layers.OutputProjection` of the logits with `return_logits=False`.
     """
 
+  def weighted_loss(
+    self,
+    outputs: token_losses.Outputs,
+    targets: Array,
+    weights: Array | None,
+    loss_normalizing_factor: Array | float | None,
+  ) -> tuple[Array, Array, Array]:
+    """Return the loss of the tokens of a batch. Override it to change only the loss.
+
+    Args:
+      outputs: <float>[batch, length, vocab] logits; `layers.OutputProjection` if `compute_logits` returns one.
+      targets: <int>[batch, length] token ids.
+      weights: <float>[batch, length], or None for ones.
+      loss_normalizing_factor: divisor of the sum over the tokens; None means 1.
+
+    Returns:
+      (loss, z_loss, is_correct): float32 scalars, the loss to differentiate and the part of it that is z-loss, which is
+      only a metric; and bool[batch, length], True where the prediction is correct.
+    """
+    return token_losses.weighted_loss(
+      outputs, targets, weights, self._label_smoothing, self._z_loss, loss_normalizing_factor
+    )
+
   def auxiliary_losses(
     self, intermediates: Mapping[str, Any], batch: Batch
   ) -> tuple[Array | float, MetricsMap]:
@@ -460,13 +483,12 @@ class BaseTransformerModel(BaseModel):
       self._loss_normalizing_factor, {**batch, **rows}
     )
     targets = batch['decoder_target_tokens']
-    normalized, z_loss, is_correct = token_losses.weighted_loss(
-      outputs, targets, weights, self._label_smoothing, self._z_loss, factor
-    )
+    loss, z_loss, is_correct = self.weighted_loss(outputs, targets, weights, factor)
+    normalized = losses.NormalizedLoss.of(loss, weights, factor)
     share = self._auxiliary_loss_share
     if share != 1.0:
       normalized = normalized.of_microbatch(share, factor)
-      z_loss = z_loss.of_microbatch(share, factor)
+    z_loss = normalized.with_value(jax.lax.stop_gradient(z_loss))
     metrics = batch_metrics.metrics_of_batch(
       is_correct, targets, weights, normalized, z_loss, batch_metrics.segment_ids_of(batch)
     )

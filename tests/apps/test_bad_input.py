@@ -1,5 +1,8 @@
 """Invalid inputs: each is rejected before any compute, with status 2 and one short message with the remedy."""
 
+import re
+import shlex
+
 import numpy as np
 import pytest
 
@@ -16,10 +19,12 @@ def _error_of(capsys, tmp_path, *argv, command='train'):
   status = cli.main([command, *argv, f'--gin.MODEL_DIR={tmp_path / "run"}'])
   captured = capsys.readouterr()
   assert status == errors.ExitCode.INVALID_INPUT == 2
-  assert captured.err.startswith('t5x_lite: error: ') and 'Traceback' not in captured.err
-  assert len(captured.err) < 700 and len(captured.err.splitlines()) <= 8
+  # Bindings that a flag takes away from a recipe are logged before the error.
+  err = re.sub(r'\ANot used for training: .*\n', '', captured.err)
+  assert err.startswith('t5x_lite: error: ') and 'Traceback' not in err
+  assert len(err) < 700 and len(err.splitlines()) <= 8
   assert not (tmp_path / 'run').exists()  # Rejected before anything was written.
-  return captured.err
+  return err
 
 
 @pytest.mark.parametrize(
@@ -247,6 +252,86 @@ def test_rejected(capsys, tmp_path, what, flags, fragments):
     assert fragment in message
 
 
+# Rejected after all other values, so that a command whose remedy works ends quickly with this message.
+_LATE_ERROR = '--gin.EVAL_PERIOD=-1'
+
+
+@pytest.mark.parametrize(
+  'flag, remedy, is_added',
+  [
+    # (flag, expression of the flag that the message proposes, whether it is added or replaces the invalid flag)
+    (
+      "--gin.schedules.create_learning_rate_scheduler.factors=['constant', 'cosine_decay']",
+      r'Write (--gin\S+="constant \* cosine_decay")',
+      False,
+    ),
+    ('--gin.schedules.create_learning_rate_scheduler.factors=3', r'Write (--gin\S+)\.$', None),
+    (
+      '--gin.OPTIMIZER=optimizers.adamw()',
+      r'Write (--gin\.OPTIMIZER=@optimizers.adamw\(\)),',
+      False,
+    ),
+    ('--gin.MODEL=models.EncoderDecoderModel()', r'Write (--gin\.MODEL=@\S+\(\)),', False),
+    ('--TRAIN_STEPS=5', r'Did you mean (--gin.TRAIN_STEPS=5)\?', False),
+    ('--learning_rate=0.1', r'Did you mean (--gin.LEARNING_RATE=0.1)\?', False),
+    ('--lr=0.1', r'Did you mean (--gin.LEARNING_RATE=0.1)\?', False),
+    ('--batch-size=8', r'Did you mean (--gin.BATCH_SIZE=8)\?', False),
+    ('--optimizers.adamw.b1=0.8', r'Did you mean (--gin.optimizers.adamw.b1=0.8)\?', False),
+    ('--gin.NUM_PARTITIONS=2', r'(--gin_file=partitioning/\w+.gin)\.', True),
+    (
+      '--gin.TASK_FEATURE_LENGTHS={inputs: 64, targets: 12}',
+      r'Write (--gin.TASK_FEATURE_LENGTHS=.*})\W*$',
+      False,
+    ),
+    ('--gin.TASK_FEATURE_LENGTHS={inputs:64,targets:12}', r'Write (--gin\S+=.*})\W*$', False),
+    ('--gin.PACK=true', r'(--gin.PACK=True)', False),
+    ('--gin.PACK=FALSE', r'(--gin.PACK=False)', False),
+    ('--gin.NUM_EPOCHS=null', r'(--gin.NUM_EPOCHS=None)', False),
+    (
+      '--gin.checkpoints.SaveCheckpointConfig.period=2.0',
+      r'Write 2',
+      None,
+    ),
+  ],
+)
+def test_remedies_work(capsys, tmp_path, flag, remedy, is_added):
+  recipe = _RECIPE
+  message = _error_of(capsys, tmp_path, *recipe, flag, _LATE_ERROR)
+  found = re.search(remedy, message.strip())
+  assert found, message
+  if is_added is None:  # No flag to execute.
+    return
+  quoted = found[0].removeprefix('Write ').rstrip('.,') if '{' in flag else found[1]
+  proposed = shlex.split(quoted)
+  kept = [flag] if is_added else []
+  after = _error_of(capsys, tmp_path, *recipe, *proposed, *kept, _LATE_ERROR)
+  assert 'eval_period' in after and 'got -1' in after
+
+
+def test_a_model_file_alone_leads_to_a_command_that_trains(capsys, tmp_path):
+  argv = ['--gin_file=models/byt5_small.gin']
+  message = _error_of(capsys, tmp_path, *argv)
+  argv += re.findall(r'e\.g\. (--gin_file=\S+)\.', message)
+  message = _error_of(capsys, tmp_path, *argv)
+  argv += [shlex.split(each)[0] for each in re.findall(r'set (--gin\..*?) \(required', message)]
+  message = _error_of(capsys, tmp_path, *argv, _LATE_ERROR)
+  assert 'is not used' not in message and 'required' not in message
+
+
+@pytest.mark.parametrize(
+  'argv, fragment',
+  [
+    (['moe', 'report', 'runs/x'], 'Did you mean `python -m moe report runs/x`?'),
+    (['train', '--frobnicate'], 'Values are set by --gin.NAME=VALUE'),
+    (['convert', 'a', 'b', '--to=hf'], "Did you mean 'hugging_face'?"),
+    (['convert', 'a', 'b', '--to=HuggingFace'], "Did you mean 'hugging_face'?"),
+  ],
+)
+def test_proposed_commands(capsys, argv, fragment):
+  assert cli.main(argv) == 2
+  assert fragment in capsys.readouterr().err
+
+
 def test_missing_required_values_are_named_all_at_once(capsys, tmp_path):
   message = _error_of(capsys, tmp_path, '--gin_file=runs/pretrain.gin')
   for name in ('MIXTURE_OR_TASK_NAME', 'MODEL', 'TASK_FEATURE_LENGTHS', 'TRAIN_STEPS'):
@@ -378,6 +463,7 @@ def test_a_model_directory_that_cannot_be_one(capsys, tmp_path, below):
   status = cli.main(['train', *_RECIPE, f'--gin.MODEL_DIR={path}'])
   err = capsys.readouterr().err
   assert status == 2 and 'Traceback' not in err and str(path) in err
+  assert 'must be a folder' in err and 'Choose another MODEL_DIR' in err
 
 
 def test_a_model_directory_of_another_scheme_is_rejected(capsys):

@@ -4,6 +4,20 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'an_outer_binding_of_a_subclass_loses_to_an_inner_one_of_its_base',
+    't5x_lite/configuration/inheritance.py',
+    'for outer in _outer_scopes(scope)):',
+    'for outer in (scope,)):',
+    'tests/configuration/test_inheritance.py::test_priority',
+  ),
+  Mutant(
+    'a_constructor_that_passes_its_own_value_gets_two',
+    't5x_lite/configuration/inheritance.py',
+    'if not has_others or parameter in _words',
+    'if not has_others or parameter in set() and _words',
+    'tests/configuration/test_inheritance.py::test_accepted_parameters',
+  ),
+  Mutant(
     'tensorflow_is_imported_before_triton',
     't5x_lite/module_imports.py',
     "if exists('triton') and exists('tensorflow'):",
