@@ -1,5 +1,6 @@
 """Functions that open the data of a `DatasetConfig` with any source, with the checks common to all sources."""
 
+import dataclasses
 import functools
 import logging
 from typing import Any
@@ -13,6 +14,7 @@ from t5x_lite.data.interfaces import ExampleSource
 from t5x_lite.data.interfaces import HostIterator
 from t5x_lite.data.sources.base import DataSource
 from t5x_lite.data.sources.base import get_source
+from t5x_lite.data.sources.base import supports_option
 from t5x_lite.data.vocabularies import same_vocabulary
 from t5x_lite.errors import ConfigError
 from t5x_lite.partitioning import DataLayout
@@ -222,6 +224,13 @@ def verify_matching_vocabs(cfg: DatasetConfig, model: Any) -> None:
         f'The {side} vocabulary of the model must be that of the data {cfg.name!r}, {of_data}, got '
         f'{of_model}. Bind VOCABULARY to the vocabulary of the data, or choose other data.'
       )
+
+
+def with_earlier_sentinels(cfg: DatasetConfig) -> DatasetConfig:
+  """Return `cfg` with `earlier_sentinels`, if its source reads texts by itself; otherwise `cfg`."""
+  if not supports_option(cfg, 'earlier_sentinels'):
+    return cfg
+  return dataclasses.replace(cfg, earlier_sentinels=True)
 
 
 def log_seed(cfg: DatasetConfig) -> None:

@@ -179,4 +179,53 @@ MUTANTS = (
     'tests/data/test_streams.py::'
     'test_a_mixture_ends_before_the_first_example_beyond_the_epochs_of_its_task[1-sizes0]',
   ),
+  Mutant(
+    'sentinels_in_texts_are_bytes',
+    't5x_lite/data/text_ids.py',
+    'return encode_with_sentinel(text, vocabulary)',
+    'return list(vocabulary.encode(text))',
+    'tests/data/test_text_ids.py::test_all_sources_have_the_same_bytes',
+  ),
+  Mutant(
+    'sentinels_without_a_space_are_pieces_of_text',
+    't5x_lite/data/text_ids.py',
+    'text = _with_spaces(text, vocabulary)',
+    'text = str(text)',
+    'tests/data/test_text_ids.py::test_all_sources_have_the_same_pieces',
+  ),
+  Mutant(
+    'resumed_positions_ignore_the_ids_of_earlier_versions',
+    't5x_lite/data/table_iterator.py',
+    "self._identity['content'] = _content(kept)",
+    "self._identity['content'] = _content(self._tables) | {'t': None}",
+    'tests/data/test_text_ids.py::test_a_recorded_run_keeps_its_ids',
+  ),
+  Mutant(
+    'runs_of_earlier_versions_change_their_ids',
+    't5x_lite/apps/common/start.py',
+    ".get('earlier_sentinels', True)",
+    ".get('earlier_sentinels', False)",
+    'tests/apps/common/test_start.py::test_runs_of_earlier_versions_keep_the_ids_of_sentinels',
+  ),
+  Mutant(
+    'spans_without_sentinels_are_marked_by_text',
+    't5x_lite/data/span_corruption.py',
+    'if number is None or needed <= number:',
+    'if number is None or needed <= number + 9999:',
+    'tests/data/test_span_corruption.py::test_each_span_has_a_sentinel',
+  ),
+  Mutant(
+    'unknown_pieces_are_padding',
+    't5x_lite/data/vocabularies.py',
+    'if is_padding and processor.eos_id() > PAD_ID:',
+    'if processor.eos_id() > PAD_ID:',
+    'tests/data/test_vocabularies.py::test_special_ids_of_sentencepiece',
+  ),
+  Mutant(
+    'added_tokens_end_with_the_space_after_them',
+    't5x_lite/data/added_tokens.py',
+    'if token.rstrip:',
+    'if token.lstrip or token.rstrip:',
+    'tests/data/test_added_tokens.py::test_pieces',
+  ),
 )

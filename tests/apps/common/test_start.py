@@ -462,3 +462,18 @@ def test_a_directory_of_t5x_is_not_taken_for_a_new_run(tmp_path, form):
     ),
   )
   assert start.path.endswith('checkpoint_7') and not start.resumes
+
+
+@pytest.mark.parametrize(
+  'resumes, recorded, expected',
+  [
+    (True, {'run': {'data': {'seed': 0}}}, True),  # an earlier version recorded it
+    (True, {}, True),
+    (True, {'run': {'data': {'earlier_sentinels': True}}}, True),  # and it was resumed
+    (True, {'run': {'data': {'earlier_sentinels': False}}}, False),
+    (False, {'run': {'data': {}}}, False),  # a new run from its checkpoint
+  ],
+)
+def test_runs_of_earlier_versions_keep_the_ids_of_sentinels(resumes, recorded, expected):
+  start = start_lib.StartingPoint(path='x', resumes=resumes, metadata=recorded)
+  assert start_lib.has_earlier_sentinels(start) == expected
