@@ -19,8 +19,16 @@ STORES ?= yes
 ARGS ?=
 
 # `make PYTHON=/path/to/python ...`, else the first interpreter that is 3.11 to 3.13.
-FIND_PYTHON := for p in $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python); do \
-  $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1 && { echo $$p; break; }; done
+ifdef PYTHON
+  # Some shells leave the tilde of PYTHON=~/python to make.
+  PYTHONS := "$(patsubst ~/%,$(HOME)/%,$(PYTHON))"
+  NO_PYTHON := PYTHON must be Python 3.11, 3.12 or 3.13, got $(PYTHON).
+else
+  PYTHONS := python3 python3.13 python3.12 python3.11 python
+  NO_PYTHON := No Python 3.11, 3.12 or 3.13 found.
+endif
+FIND_PYTHON := for p in $(PYTHONS); do \
+  "$$p" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1 && { echo "$$p"; break; }; done
 
 # TensorFlow has no wheel for every platform: elsewhere the same data comes from the source that needs none of it.
 PLATFORM := $(shell uname -sm)
@@ -105,8 +113,8 @@ BENCHMARKS := \
 .PHONY: help train test test-fast test-full test-interop test-t5x lint format types mutants soak bench docs dist locks clean
 
 help: ## list the targets
-	@echo 'usage: make TARGET [RUN=runs/name] [RECIPE=recipes/file.gin] [ARGS="--gin.TRAIN_STEPS=1000"]'
-	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  \1\t\2/' | expand -t 16
+	@echo 'usage: make TARGET [PYTHON=/path/to/python3.13] [RUN=runs/name] [RECIPE=recipes/file.gin] [ARGS="--gin.TRAIN_STEPS=1000"]'
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 train: $(STAMP) ## train the embedded recipe (about 2 minutes on 2 cores, set-up included); resumes a stopped run
 	$(PY) -m t5x_lite train --gin_file=$(RECIPE) --gin.MODEL_DIR=$(RUN) --gin.DATA_SOURCE=$(DATA_SOURCE) $(ARGS)
@@ -117,7 +125,7 @@ test: $(STAMP) $(STORES_STAMP) lint ## run the linter and the test suite on 8 vi
 test-fast: $(STAMP) lint ## run the linter and tests that answer within a minute
 	$(PY) -m pytest -n $(WORKERS) -q --durations=0 --durations-min=5 $(FAST_TESTS) $(ARGS)
 
-test-full: $(STAMP) $(STORES_STAMP) ## the same and the long tests: many random kills, whole recipes
+test-full: $(STAMP) $(STORES_STAMP) ## run the test suite and the long tests: many random kills, whole recipes
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m '' $(ARGS)
 
 test-interop: $(INTEROP_STAMP) ## compare the recorded results of PyTorch and transformers with these libraries
@@ -167,33 +175,40 @@ test test-fast test-full: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/$(VENV)/
 clean: ## remove the environment and build products (never runs/)
 	rm -rf $(VENV) $(INTEROP_VENV) build dist *.egg-info docs/_build docs/api docs/jupyter_execute .pytest_cache
 
-# The environments of another Python than the named one are made again.
+# Two targets must not install into the environment at once.
+.NOTPARALLEL:
+
+# The environments of another Python than the named one, and of a checkout that was moved, are made again.
 VERSION := -c 'import sys; print(sys.version_info[:2])'
 ifdef PYTHON
-  NAMED := $(shell { $(PYTHON) $(VERSION); } 2>/dev/null)
+  NAMED := $(shell { $(PYTHONS) $(VERSION); } 2>/dev/null)
   ifneq ($(NAMED),$(shell { $(PY) $(VERSION); } 2>/dev/null))
-    $(STAMP): another-python
+    $(STAMP): outdated
   endif
   ifneq ($(NAMED),$(shell { $(INTEROP_PY) $(VERSION); } 2>/dev/null))
-    $(INTEROP_STAMP): another-python
+    $(INTEROP_STAMP): outdated
   endif
 endif
-.PHONY: another-python
+MOVED := $(shell test -s $(STAMP) && ! grep -qxF '$(CURDIR)' $(STAMP) && echo moved)
+ifdef MOVED
+  $(STAMP): outdated
+endif
+.PHONY: outdated
 
 $(STAMP): setup.py pyproject.toml $(wildcard requirements/lock-3.*.txt)
 	@python=$$($(FIND_PYTHON)); \
 	if [ -z "$$python" ]; then \
-	  echo 'No Python 3.11, 3.12 or 3.13 found. Install one, or name it: make PYTHON=/path/to/python3.13 train' >&2; exit 2; fi; \
-	lock=requirements/lock-$$($$python -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt; \
-	echo "Making $(VENV) with $$($$python --version) from $$lock (about a minute)"; \
-	set -e; $$python -m venv --clear $(VENV); \
+	  echo '$(NO_PYTHON) Install one, or name it: make PYTHON=/path/to/python3.13 train' >&2; exit 2; fi; \
+	lock=requirements/lock-$$("$$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt; \
+	echo "Making $(VENV) with $$("$$python" --version) from $$lock (about a minute)"; \
+	set -e; "$$python" -m venv --clear $(VENV); \
 	if [ '$(PLATFORM)' = 'Linux x86_64' ]; then \
 	  $(PY) -m pip install -q --no-compile --disable-pip-version-check --no-deps -r $$lock; \
 	  $(PY) -m pip install -q --no-compile --disable-pip-version-check --no-deps --no-build-isolation -e .; \
 	else \
 	  $(PY) -m pip install -q --no-compile --disable-pip-version-check -c $$lock -e '.[test]'; \
 	fi
-	@touch $(STAMP)
+	@echo '$(CURDIR)' > $(STAMP)
 
 # Where this fails, the tests of object stores are skipped and the next `make test` tries again.
 $(STORES_STAMP): $(STAMP) requirements/lock-stores.txt
@@ -212,10 +227,10 @@ $(DOCS_STAMP): $(STAMP) requirements/lock-docs.txt
 $(INTEROP_STAMP): setup.py requirements/lock-interop.txt $(wildcard requirements/lock-3.*.txt)
 	@python=$$($(FIND_PYTHON)); \
 	if [ -z "$$python" ]; then \
-	  echo 'No supported Python found. Name it: make PYTHON=/path/to/python3.13 test-interop' >&2; exit 2; fi; \
-	lock=requirements/lock-$$($$python -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt; \
-	echo "Making $(INTEROP_VENV) with $$($$python --version), PyTorch and transformers (1.5 GB; 5 GB with a CUDA build)"; \
-	set -e; $$python -m venv --clear $(INTEROP_VENV); \
+	  echo '$(NO_PYTHON) Install one, or name it: make PYTHON=/path/to/python3.13 test-interop' >&2; exit 2; fi; \
+	lock=requirements/lock-$$("$$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt; \
+	echo "Making $(INTEROP_VENV) with $$("$$python" --version), PyTorch and transformers (1.5 GB; 5 GB with a CUDA build)"; \
+	set -e; "$$python" -m venv --clear $(INTEROP_VENV); \
 	$(INTEROP_PY) -m pip install -q --no-compile --disable-pip-version-check -c $$lock -c requirements/lock-interop.txt \
 	  -e '.[test-interop]'
 	@touch $@

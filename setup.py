@@ -62,7 +62,7 @@ setuptools.setup(
   install_requires=[
     'absl-py>=2.1',
     'clu>=0.0.12',
-    'flax>=0.12.8,<0.13',
+    'flax>=0.12.8,<=0.12.12',
     'gin-config>=0.5,<0.6',  # configuration.binding reads some of its private names
     'jax>=0.10,<0.13',
     'numpy>=2.0,<3',

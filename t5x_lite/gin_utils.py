@@ -94,6 +94,22 @@ class Configuration:
         found.append({parameter: _value_of(key) for parameter, key in use.bound.items()})
     return found
 
+  def bound_in_scopes(self, cls: type, scopes: Sequence[str]) -> dict[str, Any]:
+    """Return the evaluated arguments that are bound for a class, also if the entry point does not reach it.
+
+    Args:
+      cls: the class.
+      scopes: scopes whose bindings apply, later ones first; '' for bindings without a scope.
+    """
+    values = {}
+    for scope in scopes:
+      for (bound_scope, selector), parameters in gin_check.bindings().items():
+        configurable = gin_check.configurables().get(selector)
+        if bound_scope == scope and configurable is not None and configurable.wrapped is cls:
+          values |= {name: _value_of((scope, selector, name)) for name in parameters}
+    with gin.unlock_config():
+      return copy.deepcopy(values)
+
   def call(self, **arguments: Any) -> Any:
     """Call the entry point with the bound values; `arguments` override them.
 

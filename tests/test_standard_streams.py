@@ -1,5 +1,6 @@
 """Output that cannot be written: the run continues, saves, and keeps its exit status."""
 
+import contextlib
 import fcntl
 import os
 import pathlib
@@ -154,14 +155,70 @@ def test_output_comes_back_with_its_space(monkeypatch):
   os.set_blocking(writer, False)
   with open(reader, 'rb') as read, open(writer, 'w') as stream:
     monkeypatch.setattr(sys, 'stderr', stream)
-    with standard_streams.lossy_output('stderr'):
+    with standard_streams.lossy_output('stderr', patience_seconds=0.1):
       assert sys.stderr.fileno() == writer and sys.stderr.encoding == stream.encoding
       print('x' * 4096, end='', file=sys.stderr, flush=True)
       print('lost', file=sys.stderr, flush=True)
       assert read.read(4096) == b'x' * 4096
       print('é\udcff', file=sys.stderr)
     assert sys.stderr is stream
-    assert os.read(reader, 100) == 'é\\udcff\n'.encode()
+    lost = 't5x_lite: 1 line of output could not be written.\n'
+    assert os.read(reader, 100) == f'\n{lost}é\\udcff\n'.encode()
+
+
+def _read_all(fd):
+  """Return what a pipe or a terminal holds, with the line ends of files."""
+  os.set_blocking(fd, False)
+  parts = []
+  with contextlib.suppress(BlockingIOError):
+    while part := os.read(fd, 2**16):
+      parts.append(part)
+  return b''.join(parts).replace(b'\r\n', b'\n').decode()
+
+
+@pytest.mark.parametrize('make', [os.pipe, os.openpty])
+def test_a_reader_that_does_not_read_is_waited_for_once(monkeypatch, make):
+  reader, writer = make()
+  line = 'x' * 999
+  with open(writer, 'w') as stream:
+    monkeypatch.setattr(sys, 'stderr', stream)
+    with standard_streams.lossy_output('stderr', patience_seconds=0.5):
+      begin = time.monotonic()
+      for _ in range(1000):  # more than the kernel holds
+        print(line, file=sys.stderr, flush=True)
+      assert 0.5 <= time.monotonic() - begin < 10
+      first = _read_all(reader)
+      print('again', file=sys.stderr, flush=True)
+      num_written = first.count(line + '\n')
+      assert 0 < num_written < 1000
+      assert _read_all(reader).endswith(
+        f't5x_lite: {1000 - num_written} lines of output could not be written.\nagain\n'
+      )
+  os.close(reader)
+
+
+@pytest.mark.parametrize('make', [os.pipe, os.openpty])
+def test_a_signal_does_not_wait_for_a_reader(make):
+  code = """
+      import os, sys, time
+      from t5x_lite import runtime
+      with runtime.StopSignals() as signals:
+        os.set_blocking(2, False)
+        try:
+          while os.write(2, b'x' * 4096 if sys.argv[1] == 'pipe' else b'x'): pass
+        except BlockingIOError:
+          os.set_blocking(2, True)
+        print('ready', flush=True)
+        while not signals.requested: time.sleep(0.01)
+      """
+  reader, writer = make()
+  process = _start(code, make.__name__, stdout=subprocess.PIPE, stderr=writer, text=True)
+  os.close(writer)
+  assert process.stdout.readline() == 'ready\n'
+  process.terminate()
+  assert process.wait(30) == 0
+  process.stdout.close()
+  os.close(reader)
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,7 @@ def restore_checkpoint(
   from_params_fn: Callable[[transforms.StateDict], transforms.StateDict] | None = None,
   is_resuming: bool = False,
   network: StackConfig | None = None,
+  optional: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> RestoredCheckpoint:
   """Restore a checkpoint into the structure of `target`. All processes must call this together.
 
@@ -109,6 +110,8 @@ def restore_checkpoint(
       `param_average`; called only if such an array is missing. With None, `fallback_to_scratch` applies to them.
     is_resuming: whether the checkpoint is the run's own; `assignment_map` and `builders` are then ignored.
     network: configuration of the network, whose parameter layout the result gets; None keeps the stored layout.
+    optional: beginning of names to the initial values, by name, of arrays that the checkpoint may lack; arrays whose
+      names begin so may also be only in the checkpoint.
 
   Returns:
     The restored state and the values stored with it.
@@ -130,6 +133,7 @@ def restore_checkpoint(
     is_resuming=is_resuming,
   )
   flat_shardings = _flat_shardings(shardings, target, goal.wanted)
+  optional = optional or {}
   built = _build(
     builders,
     goal,
@@ -137,14 +141,21 @@ def restore_checkpoint(
     path,
     begins=from_params_fn is not None,
     initializes=initial_state_fn is not None,
+    optional=optional,
   )
-  missing = [each for each in goal.wanted if each not in built.arrays]
+  added = {}
+  for values in optional.values():
+    added |= {each: value for each, value in values.items() if each not in built.arrays}
+  if added:
+    _logger.info('New in this run, without values in the checkpoint: %s.', first_names(list(added)))
+  missing = [each for each in goal.wanted if each not in built.arrays and each not in added]
   begun = []
   if from_params_fn is not None and not is_resuming:
     begun = [each for each in missing if each.startswith(base.FROM_PARAMS)]
   others = [each for each in missing if each not in begun]
   arrays = {each: array for each, array in built.arrays.items() if each in goal.wanted}
   state = _placed(arrays, others, goal, flat_shardings, initial_state_fn)
+  state |= state_io.place(added, goal.wanted, flat_shardings)
   del arrays
   # This frees the results of functions.
   built = built.replace(arrays={}, initialized=built.initialized | set(missing))
@@ -175,6 +186,7 @@ def check_fits(
   is_resuming: bool = False,
   may_begin: bool = False,
   network: StackConfig | None = None,
+  optional: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
   """Raise if a state cannot be restored into the structure of `target`; reads no values.
 
@@ -188,6 +200,7 @@ def check_fits(
     is_resuming: see `restore_checkpoint`.
     may_begin: whether the restore will have `initial_state_fn` and `from_params_fn`.
     network: see `restore_checkpoint`.
+    optional: see `restore_checkpoint`.
 
   Raises:
     CheckpointError: the checkpoint does not exist or does not fit.
@@ -205,7 +218,15 @@ def check_fits(
     is_resuming=is_resuming,
     has_values=False,
   )
-  built = _build(builders, goal, cfg, path, begins=may_begin, initializes=may_begin)
+  built = _build(
+    builders,
+    goal,
+    cfg,
+    path,
+    begins=may_begin,
+    initializes=may_begin,
+    optional=optional or {},
+  )
   # An optimizer without state looks like an inference state, for which stored optimizer state is not an error.
   prefix = base.FROM_PARAMS[0]
   left = [each for each in built.arrays if each.startswith(prefix)]
@@ -229,6 +250,7 @@ def _build(
   *,
   begins: bool,
   initializes: bool,
+  optional: Mapping[str, Mapping[str, Any]],
 ) -> base.BuiltState:
   """Return the state that the builders on shapes build, after comparing it with the wanted one.
 
@@ -239,11 +261,18 @@ def _build(
     path: the checkpoint, None without one.
     begins: whether an optimizer and an average can begin from the parameters.
     initializes: whether missing arrays can be initialised.
+    optional: see `restore_checkpoint`.
 
   Raises:
     CheckpointError: the state does not fit.
   """
   built, absent = chain.run_on_shapes(builders, goal)
+  surplus = [
+    name for name in built.arrays if name.startswith(tuple(optional)) and name not in goal.wanted
+  ]
+  if surplus:
+    _logger.info('In the checkpoint only, left out: %s.', first_names(surplus))
+    built = built.without(*surplus)
   if path is None and not any(name.startswith(base.PARAMS) for name in built.arrays):
     raise errors.CheckpointError(
       f'`RestoreCheckpointConfig.builders` must build parameters, got {chain.describe(None, cfg)!r}, which builds '
@@ -269,7 +298,7 @@ def _build(
   expected = {
     name: leaf
     for name, leaf in goal.wanted.items()
-    if name in built.arrays or not name.startswith(fresh)
+    if name in built.arrays or not name.startswith((*fresh, *optional))
   }
   transforms.check_fit(
     built.arrays,

@@ -59,7 +59,7 @@ ALIASES: dict[str, str] = {
   'ModelWeights': 'typing:Any',
   'MutableMetricMapType': 'typing:MutableMapping',
   'MutableVariableDict': 'flax.typing:MutableVariableDict',
-  'OptimizerStateType': 'typing:Any',
+  'OptimizerStateType': 't5x_lite.optimizers:OptimizerStateType',
   'PRNGKey': 'jax:Array',
   'PartitionSpec': 'jax.sharding:PartitionSpec',
   'PartitionedCallable': 'typing:Callable',

@@ -17,6 +17,7 @@ __getattr__, __dir__, __all__ = lazy_names(
       'StaticExamples',
       'builtin_names',
       'get_builtin',
+      'record_keys',
       'register_builtin_mixture',
       'register_builtin_task',
       'text_task',

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from t5x_lite import checks
+from t5x_lite import module_imports
 from t5x_lite.data import corpora
 from t5x_lite.data import philox
 from t5x_lite.data import span_corruption
@@ -220,6 +221,8 @@ class BuiltinTask:
     score_metric_fns: functions of (targets, scores), for log likelihoods of the targets.
     predict_with_aux_metric_fns: functions of (targets, predictions, aux_values).
     postprocess_fn: `fn(text, example=..., is_target=...)`, applied to texts before the metrics.
+    record_keys: task feature name to the name of its value in a record, for tasks of files; `infer` uses them for JSON
+      lines.
   """
 
   name: str
@@ -230,6 +233,7 @@ class BuiltinTask:
   postprocess_fn: Callable[..., Any] = identity_postprocess
   score_metric_fns: Sequence[MetricFn] = ()
   predict_with_aux_metric_fns: Sequence[Callable[..., Mapping[str, Any]]] = ()
+  record_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   @property
   def has_metrics(self) -> bool:
@@ -342,6 +346,31 @@ def get_builtin(name_or_task: Any) -> BuiltinTask | BuiltinMixture:
       '(DatasetConfig.module).'
     )
   return _REGISTRY[name_or_task]
+
+
+def record_keys(name_or_task: Any, module: str | None = None) -> dict[str, tuple[str, ...]]:
+  """Return the names of the features' values in the records of a task of files, or of a mixture's tasks.
+
+  Args:
+    name_or_task: see `get_builtin`.
+    module: module that registers the task, or None.
+
+  Returns:
+    Task feature name to the names, without repetitions; {} for tasks without records.
+
+  Raises:
+    ConfigError: the module cannot be imported.
+    DataError: the name is unknown.
+  """
+  if module is not None:
+    module_imports.import_module(module)
+  found = get_builtin(name_or_task)
+  tasks = found.tasks if isinstance(found, BuiltinMixture) else [found]
+  keys: dict[str, tuple[str, ...]] = {}
+  for task in tasks:
+    for feature, key in task.record_keys.items():
+      keys[feature] = tuple(dict.fromkeys((*keys.get(feature, ()), key)))
+  return keys
 
 
 def append_eos_after_trim(ids: np.ndarray, eos_id: int, length: int) -> np.ndarray:

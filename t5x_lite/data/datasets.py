@@ -216,7 +216,7 @@ def open_train_data(
       'seed': cfg.effective_seed,
       'task_feature_lengths': dict(sorted(cfg.known_lengths.items())),
     },
-    may_end=cfg.num_epochs is not None,
+    may_end=True,
   )
 
 

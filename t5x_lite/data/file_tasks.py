@@ -420,4 +420,5 @@ def file_task(
     table_fn=table_fn,
     metric_fns=metric_fns,
     postprocess_fn=postprocess_fn,
+    record_keys=keys,
   )

@@ -244,7 +244,7 @@ class _Producer:
         return
     # After reopening, batches that were returned or are in the queue are read again and dropped.
     while not self._closed:
-      host_batch = next(source)
+      host_batch = self._read(source)
       tells = self._tells_each_state and self._known is not None
       state = None
       if tells:
@@ -266,6 +266,18 @@ class _Producer:
           self._num_failures = 0
           self._changed.notify_all()
           return
+
+  def _read(self, source: HostIterator) -> HostBatch:
+    """Return the source's next batch; raise DataError if it ends before batches that the run has used already."""
+    try:
+      return next(source)
+    except StopIteration as error:
+      if self._num_read >= self._num_queued:
+        raise
+      raise DataError(
+        f'The training data ended after {self._num_read} batches, but the run has used {self._num_queued}: there are '
+        f'fewer records than when the position was saved. Restore the data, or {RESTART_REMEDY}.'
+      ) from error
 
   def open(self, timeout: float | None = None) -> bool:
     """Return True if the source is at a known position within `timeout` seconds; raises errors of the source."""
@@ -461,10 +473,10 @@ class GlobalBatches:
       num_retries=checks.number(at_least=0, at_most=_MAX_RETRIES, integer=True),
     )
     # A user's `get_dataset_fn` may return an iterator of another class.
-    self.ends_together = isinstance(host_iterator, HostIterator) and host_iterator.ends_together
-    self.handles_process_count = (
-      isinstance(host_iterator, HostIterator) and host_iterator.handles_process_count
-    )
+    is_ours = isinstance(host_iterator, HostIterator)
+    self.is_endless = is_ours and host_iterator.is_endless
+    self.ends_together = is_ours and host_iterator.ends_together
+    self.handles_process_count = is_ours and host_iterator.handles_process_count
     self.element_spec = dict(host_iterator.element_spec)
     spec = self.element_spec
     self._producer = _Producer(

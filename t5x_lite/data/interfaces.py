@@ -24,20 +24,23 @@ MetricFn = Callable[[Sequence[Any], Sequence[Any]], Mapping[str, Any]]
 class HostIterator(abc.ABC):
   """An iterator of this process's rows of each global batch, with a position that can be saved and set.
 
-  It is endless, or raises `StopIteration` after its last batch, if that is wanted (`DatasetConfig.num_epochs`). A
-  source that is empty or exhausted otherwise raises `DataError`. A source whose data may be available later (network,
-  other machines) raises `DataUnavailableError` or an `OSError` and is read again at its last position.
+  It is endless, or raises `StopIteration` after its last batch, which ends the run. A source that is empty, or has
+  fewer records than when its position was saved, raises `DataError`. A source whose data may be available later
+  (network, other machines) raises `DataUnavailableError` or an `OSError` and is read again at its last position.
 
   Attributes:
     has_cheap_state: True if `get_state` is fast enough to be called after every batch. Other sources are asked for
       their position when the run saves; if they then stall or fail, batches are counted from the last position.
-    ends_together: True if all processes have the same number of batches. Otherwise processes agree before each step
-      whether the data of one of them has ended, which costs time, but only if the data may end.
+    is_endless: True if the data does not end. Otherwise a run waits after each stretch of steps, such as before an
+      evaluation, until it is known whether another batch follows.
+    ends_together: True if all processes have the same number of batches, or endless data. Otherwise processes agree
+      before each step whether the data of one of them has ended, which costs time.
     handles_process_count: True if `set_state` continues correctly from the position of process 0 of a run with another
       number of processes, or raises an error. Otherwise a run that resumes with another number warns.
   """
 
   has_cheap_state = False
+  is_endless = False
   ends_together = False
   handles_process_count = False
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from t5x_lite import files
+from t5x_lite.data import text_formats
 from t5x_lite.data.local_copies import local_paths
 from t5x_lite.errors import DataError, needs_packages
 
@@ -162,6 +163,10 @@ def _index_lines(path: str, name: str, digest: Any) -> tuple[np.ndarray, np.ndar
   """
   with reading(name):
     size = os.path.getsize(path)
+    with open(path, 'rb') as stream:
+      problem = text_formats.content_problem(name, stream.read(text_formats.HEAD_SIZE))
+    if problem is not None:
+      raise DataError(f'{name} must be JSON lines in UTF-8, but it {problem}')
     if size:
       content = np.memmap(path, np.uint8, mode='r')
     else:

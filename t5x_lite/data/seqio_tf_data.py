@@ -65,8 +65,10 @@ class TfDatasetIterator(HostIterator):
     may_end: whether the end of the dataset is the end of the data; otherwise it is an error.
     """
     own = positions.shard_rows(layout)
+    is_infinite = int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY
+    self.is_endless = not may_end or is_infinite
     # Shards may have different numbers of rows.
-    self.ends_together = not may_end or layout.num_shards == 1
+    self.ends_together = self.is_endless or layout.num_shards == 1
     self._may_end = may_end
     self._num_rows = own.stop - own.start
     self._description = description

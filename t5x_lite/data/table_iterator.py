@@ -71,6 +71,7 @@ class TableIterator(HostIterator):
     self._converter = converter
     self._lengths = dict(cfg.known_lengths)
     self._pack = cfg.pack
+    self.is_endless = cfg.num_epochs is None
     self._trims = cfg.trim_output_features
     self._batch_size = layout.batch_size
     self._own = positions.shard_rows(layout)

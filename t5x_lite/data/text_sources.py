@@ -5,7 +5,7 @@ has the number of each unusable line, which is skipped.
 """
 
 import codecs
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import difflib
@@ -18,12 +18,13 @@ import shutil
 import stat
 import sys
 import tempfile
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from t5x_lite import checks
 from t5x_lite import files
+from t5x_lite.data import text_formats
 from t5x_lite.data import text_ids
 from t5x_lite.data.builtin_tasks import append_eos_after_trim
 from t5x_lite.data.example_sources import ConvertedSource
@@ -45,37 +46,41 @@ class TextFileConfig:
 
   In a text file each line is an input, also an empty line; for a model that has only targets, each line is a target. In
   a JSON-lines file each line is an object with a text under `inputs_key` and, if targets are needed, under
-  `targets_key`; empty lines are ignored. Files are UTF-8.
+  `targets_key`; empty lines are ignored. If targets are not needed, `targets_key` may have any JSON value, which the
+  results keep. Files are UTF-8; tables (.csv, .parquet), compressed files and other formats are errors.
 
   Attributes:
     path: path of the file; '-' for standard input, which is read to its end first.
     task_feature_lengths: 'inputs' and 'targets' to lengths in ids; longer texts are trimmed.
     batch_size: rows of the global batch.
     file_format: 'text', 'jsonl', or 'auto': JSON lines if the file's name ends in .jsonl, .json or .ndjson.
-    inputs_key: key of the input text in a JSON line.
-    targets_key: key of the target text in a JSON line.
+    inputs_key: key of the input text in a JSON line; None for the first of `task_keys` that a line has, or 'inputs'.
+    targets_key: key of the target text in a JSON line; None as for `inputs_key`, or 'targets'.
     append_eos_to_inputs: whether inputs end with the end-of-sequence id, as in T5's tasks.
     append_eos_to_targets: whether targets end with the end-of-sequence id.
     literal_sentinels: whether `<extra_id_0>` is encoded like any other text, as in a task with this option.
     name: name of the result files; by default the file's name without its suffix.
+    task_keys: 'inputs' and 'targets' to the keys of the task with which the model was trained; the command `infer` sets
+      them for a run with a `file_task`.
   """
 
   path: str
   task_feature_lengths: Mapping[str, int]
   batch_size: int
   file_format: str = 'auto'
-  inputs_key: str = 'inputs'
-  targets_key: str = 'targets'
+  inputs_key: str | None = None
+  targets_key: str | None = None
   append_eos_to_inputs: bool = True
   append_eos_to_targets: bool = True
   name: str | None = None
   literal_sentinels: bool = False
+  task_keys: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self) -> None:
     count = checks.number(at_least=1, integer=True)
     checks.check(
       'TextFileConfig',
-      vars(self),
+      {**vars(self), 'targets_key': self.targets_key or 'targets'},
       path=checks.Expectation(
         "the path of a file, or '-' for standard input",
         lambda path: isinstance(path, str) and bool(path),
@@ -96,11 +101,32 @@ class TextFileConfig:
       ),
     )
 
+  def keys_of(self, feature: str) -> tuple[str, ...]:
+    """Return the keys under which a JSON line may have the text of a feature, in order of preference."""
+    given = {'inputs': self.inputs_key, 'targets': self.targets_key}[feature]
+    if given is not None:
+      return (given,)
+    return tuple(dict.fromkeys((*self.task_keys.get(feature, ()), feature)))
+
   @property
   def is_jsonl(self) -> bool:
     """True if the lines are JSON."""
     suffix = pathlib.PurePath(self.path).suffix.lower()
     return self.file_format == 'jsonl' or (self.file_format == 'auto' and suffix in _JSONL_SUFFIXES)
+
+
+class _Line(NamedTuple):
+  """Contents of a usable line.
+
+  Attributes:
+    texts: task feature name to text.
+    labels: task feature name to a value that is not a text which a vocabulary can encode.
+    others: the other fields by name.
+  """
+
+  texts: dict[str, str]
+  labels: dict[str, Any]
+  others: dict[str, Any]
 
 
 class TextSource(ConvertedSource):
@@ -125,8 +151,8 @@ class TextSource(ConvertedSource):
       needs_targets: whether targets are required, e.g. for scoring.
 
     Raises:
-      ConfigError: the options do not fit the model, or the file cannot have targets.
-      DataError: the file cannot be read, or has no usable line.
+      ConfigError: the options do not fit the model, or the file cannot have targets or is a table.
+      DataError: the file cannot be read, is not text, or has no usable line.
     """
     converter = get_converter(feature_converter)
     vocabularies = {'inputs': input_vocabulary, 'targets': output_vocabulary}
@@ -134,7 +160,9 @@ class TextSource(ConvertedSource):
     super().__init__(converter, cfg.task_feature_lengths)
     self._cfg = cfg
     self._vocabularies = {name: vocabularies[name] for name in cfg.task_feature_lengths}
-    self._keys = {'inputs': cfg.inputs_key, 'targets': cfg.targets_key}
+    self._keys = {feature: cfg.keys_of(feature) for feature in vocabularies}
+    # Keys that usable lines have, by feature.
+    self._used_keys: dict[str, set[str]] = {feature: set() for feature in vocabularies}
     if 'inputs' not in self._vocabularies:  # the model has only targets
       self._required = ('targets',)
       self._line_feature = 'targets'
@@ -147,7 +175,7 @@ class TextSource(ConvertedSource):
     if not cfg.is_jsonl and len(self._required) > 1:
       raise ConfigError(
         f'{_shown(cfg.path)} is a text file, which has only inputs, but scoring needs targets too. Use '
-        f'a JSON-lines file with the keys {cfg.inputs_key!r} and {cfg.targets_key!r} '
+        f'a JSON-lines file with the keys {self._keys["inputs"][0]!r} and {self._keys["targets"][0]!r} '
         "(TextFileConfig.file_format='jsonl' for another suffix)."
       )
     for name, vocabulary in self._vocabularies.items():
@@ -168,11 +196,12 @@ class TextSource(ConvertedSource):
     self._spooled: BinaryIO | None = None
     if cfg.path == STANDARD_INPUT or not _is_regular(cfg.path):
       self._spooled = _spool(cfg.path)
+    self._check_format()
     self.num_examples, self.num_skipped, digest = self._scan()
     self.identity = {
       'source': 'jsonl' if cfg.is_jsonl else 'text',
       'content': digest,
-      'keys': dict(self._keys),
+      'keys': {feature: self._key_of_results(feature) for feature in self._keys},
       'append_eos': dict(self._append_eos),
       'task_feature_lengths': dict(sorted(cfg.task_feature_lengths.items())),
     }
@@ -196,6 +225,40 @@ class TextSource(ConvertedSource):
         f'{_shown(self._cfg.path)!r} cannot be read: {why}.{_similar(self._cfg.path)}'
       ) from error
 
+  def _check_format(self) -> None:
+    """Raise if the file is not lines of text, and warn if they seem to be JSON but are read as text."""
+    cfg = self._cfg
+    with self._open() as stream:
+      head = stream.read(text_formats.HEAD_SIZE)
+    where = _shown(cfg.path)
+    problem = text_formats.content_problem(cfg.path, head)
+    if problem is None and cfg.is_jsonl:
+      problem = text_formats.document_problem(cfg.path, head)
+    if problem is not None:
+      raise DataError(f'{where} must be lines of text in UTF-8, but it {problem}')
+    if cfg.is_jsonl or cfg.file_format == 'text':
+      return
+    problem = text_formats.lines_problem(cfg.path, head)
+    if problem is not None:
+      raise ConfigError(f'{where} must be one input per line, but it {problem}')
+    first = head.removeprefix(codecs.BOM_UTF8).partition(b'\n')[0]
+    with contextlib.suppress(ValueError, RecursionError):
+      found = json.loads(first)
+      if isinstance(found, dict) and any(key in found for key in self._keys[self._line_feature]):
+        _logger.warning(
+          '%s: lines are read as texts, and line 1 is a JSON object. Pass --input_format=jsonl to use its text.',
+          where,
+        )
+
+  def _key_of_results(self, feature: str) -> Any:
+    """Return the key of a feature for the identity of the results; a list if lines have different keys."""
+    used = sorted(self._used_keys[feature])
+    if len(used) > 1:
+      return used
+    if used:
+      return used[0]
+    return self._keys[feature][-1]
+
   def _scan(self) -> tuple[int, int, str]:
     """Return (number of examples, number of unusable lines, hash of the content); warns of unusable lines."""
     digest = hashlib.sha256()
@@ -204,8 +267,8 @@ class TextSource(ConvertedSource):
     with self._open() as stream:
       for number, line in enumerate(stream, start=1):
         digest.update(line)
-        fields, problem = self._parse(number, line)
-        count += fields is not None
+        found, problem = self._parse(number, line)
+        count += found is not None
         if problem is not None:
           skipped.append((number, problem))
     where = _shown(self._cfg.path)
@@ -226,10 +289,10 @@ class TextSource(ConvertedSource):
       )
     return count, len(skipped), digest.hexdigest()
 
-  def _parse(self, number: int, line: bytes) -> tuple[dict[str, Any] | None, str | None]:
-    """Return (fields of a line with its texts under task feature names, problem).
+  def _parse(self, number: int, line: bytes) -> tuple[_Line | None, str | None]:
+    """Return (contents of a line, problem).
 
-    The fields are None for an unusable line and for an empty line of a JSON-lines file; the problem is None for a
+    The contents are None for an unusable line and for an empty line of a JSON-lines file; the problem is None for a
     usable line and for an empty line.
     """
     if number == 1:
@@ -239,7 +302,9 @@ class TextSource(ConvertedSource):
     except UnicodeDecodeError as error:
       return None, f'not UTF-8 at byte {error.start + 1} of the line; convert the file'
     if not self._cfg.is_jsonl:
-      return {self._line_feature: text}, None
+      if '\0' in text:
+        return None, f'NUL at character {text.index(chr(0)) + 1} of the line; text has none'
+      return _Line({self._line_feature: text}, {}, {}), None
     if not text.strip():
       return None, None
     try:
@@ -248,22 +313,36 @@ class TextSource(ConvertedSource):
       return None, f'not JSON: {str(error).partition(": line")[0]}'
     if not isinstance(found, dict):
       return None, (
-        f'the line must be a JSON object such as {{"{self._keys[self._line_feature]}": "a text"}}, '
+        f'the line must be a JSON object such as {{"{self._keys[self._line_feature][0]}": "a text"}}, '
         f'got a {type(found).__name__}'
       )
+    texts = {}
+    labels = {}
     used = {}
     for feature in self._vocabularies:
-      key = self._keys[feature]
-      if feature not in self._required and not isinstance(found.get(key), str):
-        continue
-      if (problem := _field_problem(found, key)) is not None:
+      free = [key for key in self._keys[feature] if key not in used.values()]
+      key = next((key for key in free if key in found), self._keys[feature][0])
+      problem = _field_problem(found, key)
+      if problem is None:
+        texts[feature] = found[key]
+      elif feature in self._required:
         return None, problem
+      elif found.get(key) is None:
+        continue
+      else:
+        labels[feature] = found[key]
       used[feature] = key
-    others = {key: value for key, value in found.items() if key not in used.values()}
-    return others | {feature: found[key] for feature, key in used.items()}, None
+    for feature, key in used.items():
+      self._used_keys[feature].add(key)
+    others = {}
+    for key, value in found.items():
+      # The ids of a feature have its name.
+      if key not in used.values() and key not in self._vocabularies:
+        others[key] = value
+    return _Line(texts, labels, others), None
 
-  def records(self, first: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield the fields of the usable lines.
+  def records(self, first: int = 0) -> Iterator[_Line]:
+    """Yield the contents of the usable lines.
 
     Raises:
       DataError: the file has changed since this source was made.
@@ -273,24 +352,26 @@ class TextSource(ConvertedSource):
     with self._open() as stream:
       for number, line in enumerate(stream, start=1):
         digest.update(line)
-        fields, _ = self._parse(number, line)
-        if fields is not None:
+        found, _ = self._parse(number, line)
+        if found is not None:
           count += 1
           if count > first:
-            yield fields
+            yield found
     if digest.hexdigest() != self.identity['content']:
       raise DataError(
         f'{_shown(self._cfg.path)} was changed while it was read. Rerun the command, with another '
         'output, when the file is complete.'
       )
 
-  def prepare(self, record: dict[str, Any]) -> Example:
+  def prepare(self, record: _Line) -> Example:
     """See base class."""
     row = {}
-    fields = dict(record)
+    fields = dict(record.others)
     is_cut = False
     for feature, vocabulary in self._vocabularies.items():
-      text = fields.pop(feature, None)
+      if feature in record.labels:
+        fields[f'{feature}_pretokenized'] = record.labels[feature]
+      text = record.texts.get(feature)
       if text is None:
         row[feature] = np.zeros(0, np.int32)
         continue

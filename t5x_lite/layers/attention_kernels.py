@@ -16,6 +16,7 @@ from t5x_lite.errors import ConfigError
 from t5x_lite.layers import fused_attention
 from t5x_lite.layers import platforms
 from t5x_lite.layers.blockwise import blockwise_attention
+from t5x_lite.layers.masks import LEAST_VISIBLE_SCORE
 from t5x_lite.layers.masks import AttentionBias
 from t5x_lite.layers.masks import sum_over_batch
 
@@ -204,11 +205,15 @@ def _exp_jvp(primals, tangents):
 
 
 def _softmax(scores: jax.Array) -> jax.Array:
-  """Return the softmax over keys."""
-  # [batch, heads, q, 1]: without its gradient, since the result does not depend on it.
-  largest = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-  unnormalized = _exp(scores - largest)
-  return unnormalized / jnp.sum(unnormalized, axis=-1, keepdims=True)
+  """Return the softmax over keys; zeros for queries without a visible key."""
+  # [batch, heads, q, 1]: without its gradient, since the result does not depend on it. If all keys are masked, the
+  # difference of each score has exp = 0.
+  largest = jnp.max(scores, axis=-1, keepdims=True, initial=LEAST_VISIBLE_SCORE)
+  unnormalized = _exp(scores - lax.stop_gradient(largest))
+  # At least 1 with a visible key, that of the largest score, and then unchanged by this small number. (XLA's CPU
+  # compiler computes the softmax without arrays of scores in between, but not with a condition here.)
+  total = jnp.sum(unnormalized, axis=-1, keepdims=True) + 1e-9
+  return unnormalized / total
 
 
 def drop_keys(
@@ -288,10 +293,10 @@ def dot_product_attention(
 ) -> jax.Array:
   """Attend: softmax(query . key + bias) . value, without 1/sqrt(head_dim), which is in T5's initializer of the query.
 
-  All attention of this package is computed here. The softmax is float32 for any `dtype`. The kernels agree except for
-  queries without a visible key, which are padding or targets without inputs in packed rows: they get zeros, but with
-  'dot' the mean of all values, as in T5X. In rows that are not packed, 'cudnn' masks padding by lengths, so it treats
-  zeros *between* tokens as tokens and returns zeros for padding queries, which no loss depends on.
+  All attention of this package is computed here. The softmax is float32 for any `dtype`. A query without a visible key,
+  such as a target without inputs, gets zeros with every kernel; a key with a score below `LEAST_VISIBLE_SCORE` is
+  masked. In rows that are not packed, 'cudnn' masks padding by lengths, so it treats zeros *between* tokens as tokens
+  and returns zeros for padding queries, which no loss depends on.
 
   Args:
     query: <float>[batch, q, heads, head_dim].

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_lite.layers import platforms
+from t5x_lite.layers.masks import LEAST_VISIBLE_SCORE
 from t5x_lite.layers.masks import NO_KEY
 from t5x_lite.layers.masks import NO_QUERY
 from t5x_lite.layers.masks import AttentionBias
@@ -35,9 +36,8 @@ _ACCELERATOR_BLOCK = 512
 # Block sizes are multiples of these numbers.
 _CPU_MULTIPLE = 8
 _ACCELERATOR_MULTIPLE = 128
-# Scores of masked keys, and the least maximum of a query: the difference of a query without a visible key has exp = 0.
+# Scores of masked keys.
 _MASKED = -1e30
-_LEAST_MAX = -1e20
 _NO_SEGMENT = np.iinfo(np.int32).max
 
 
@@ -255,7 +255,8 @@ def _forward(
     return [_put(array, new, i) for array, new in zip(carry, part, strict=True)]
 
   per_query = query.shape[:3]
-  largest = jnp.full(per_query, _LEAST_MAX, jnp.float32)
+  # The difference of a masked score and this number has exp = 0.
+  largest = jnp.full(per_query, LEAST_VISIBLE_SCORE, jnp.float32)
   total = jnp.zeros(per_query, jnp.float32)
   output = jnp.zeros((*per_query, value.shape[3]), jnp.float32)
   largest, total, output = _over_pairs(
@@ -516,8 +517,8 @@ def blockwise_attention(
 ) -> jax.Array:
   """Attend as `dot_product_attention`, block by block: softmax(query . key + bias) . value.
 
-  A query of packed rows that is padding, and any query without a visible key, gets zeros. Plain biases down to -1e20
-  are values and lower ones are masks. There are no forward-mode derivatives.
+  A query of packed rows that is padding, and any query without a visible key, gets zeros. There are no forward-mode
+  derivatives.
 
   Args:
     query: <float>[batch, q, heads, head_dim].

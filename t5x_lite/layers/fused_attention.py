@@ -211,7 +211,8 @@ def cudnn_attention(
   query_dims = None if bias.query_lengths is None else 'b'
   key_dims = None if bias.key_lengths is None else 'b'
   args = (query, key, value, position, bias.query_lengths, bias.key_lengths)
-  return on_each_device(run, args, (*['b.h.'] * 3, position_dims, query_dims, key_dims), 'b.h.')
+  output = on_each_device(run, args, (*['b.h.'] * 3, position_dims, query_dims, key_dims), 'b.h.')
+  return _with_zeros(output, bias)
 
 
 def _is_in_order(query_segments: jax.Array, key_segments: jax.Array) -> jax.Array:
@@ -320,10 +321,14 @@ def splash_attention(
   heads_first = [jnp.swapaxes(x, 1, 2) for x in (query, key, value)]
   dims = (*['bh..'] * 3, *['b.'] * len(segments))
   output = on_each_device(fn, (*heads_first, *segments), dims, 'bh..', is_kernel=True)
-  output = jnp.swapaxes(output, 1, 2)
   # The kernel's derivative is too large for queries without a key, whose log of a sum it rounds away.
-  if segments:
-    return jnp.where(_has_key(bias)[:, :, None, None], output, 0)
+  return _with_zeros(jnp.swapaxes(output, 1, 2), bias)
+
+
+def _with_zeros(output: jax.Array, bias: AttentionBias) -> jax.Array:
+  """Return the output <dtype>[batch, q, heads, head_dim] with zeros for queries without a visible key."""
+  if bias.key_segments is not None:
+    output = jnp.where(_has_key(bias)[:, :, None, None], output, 0)
   return output
 
 

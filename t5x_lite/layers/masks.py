@@ -17,8 +17,10 @@ import jax.numpy as jnp
 from t5x_lite import checks
 from t5x_lite.errors import ConfigError
 
-# Bias of masked keys. It is finite, so that a row with only masked keys stays finite.
+# Bias of masked keys. It is finite, so that the difference of two masked scores is a number.
 MASKED_BIAS = -1e10
+# Least score of a visible key, between real scores and the biases of masks, which are -1e9 or less by convention.
+LEAST_VISIBLE_SCORE = -5e8
 # Segments of padding: queries that attend to no key, and keys that no query attends to.
 NO_KEY = -2
 NO_QUERY = -1

@@ -4,11 +4,10 @@ from typing import Any
 
 from t5x_lite import checks
 from t5x_lite import errors
-from t5x_lite.data import vocabularies
 
 
 def check_vocabulary_fits(name: str, vocabulary: Any, network_vocab_size: int) -> None:
-  """Raise ConfigError if a vocabulary has ids without an embedding or logit in the network, or invalid special ids.
+  """Raise ConfigError if a vocabulary has ids without an embedding or logit in the network.
 
   Args:
     name: name of the option.
@@ -23,7 +22,6 @@ def check_vocabulary_fits(name: str, vocabulary: Any, network_vocab_size: int) -
       f'The {name} cannot be loaded: {reason}. If its file is missing or cannot be reached, '
       'copy it to this machine and set VOCABULARY_FILE to its path.'
     ) from error
-  vocabularies.check_ids(name, vocabulary)
   if size is vocabulary:
     remedy = 'Set VOCABULARY, e.g. to @vocabularies.ByteVocabulary().'
   elif size > network_vocab_size:

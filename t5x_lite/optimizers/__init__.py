@@ -27,11 +27,13 @@ __getattr__, __dir__, __all__ = lazy_names(
       'OptimizerDef',
       'OptimizerDefType',
       'OptimizerState',
+      'OptimizerStateType',
       'OptimizerType',
     ),
     't5x_lite.optimizers.base.state_dicts': ('restore_from_state_dict', 'to_state_dict'),
     't5x_lite.optimizers.base.state_hooks': (
       'register_eval_params',
+      'register_optional_field',
       'register_schedule_count',
       'register_state_metrics',
     ),

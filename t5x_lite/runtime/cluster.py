@@ -10,14 +10,17 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import ipaddress
 import logging
 import os
 import pathlib
 import re
+import shlex
 import signal
 import socket
 import sys
 import threading
+import time
 import types
 from typing import Any
 import warnings
@@ -33,6 +36,8 @@ from t5x_lite.runtime.cluster_environment import INDEX
 from t5x_lite.runtime.cluster_environment import LAUNCHED
 from t5x_lite.runtime.cluster_environment import LOCAL_DEVICES
 from t5x_lite.runtime.cluster_environment import MODES
+from t5x_lite.runtime.stop_requests import StopRequests
+from t5x_lite.standard_streams import write_without_waiting
 
 # JAX aborts processes, with a stack of C++, after these seconds more than we wait.
 _JAX_MARGIN = 30
@@ -43,6 +48,11 @@ _MAX_PROCESSES = 10**6
 _MAX_SECONDS = 10**8
 # Seconds after which a process says that it waits.
 _SILENT_SECONDS = 10
+# Sizes of a secret.
+_MAX_SECRET_BYTES = 4096
+_MIN_SECRET_DIGITS = 32
+# Seconds between two looks at the launcher.
+_LAUNCHER_SECONDS = 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +65,7 @@ class ClusterConfig:
     coordinator_address: host and port of process 0, which all processes must reach.
     process_count: number of processes.
     process_index: index of this process, from 0.
+    cluster_secret_file: file with the secret with which the processes sign their messages; None takes that of `launch`.
     initialization_timeout: seconds until all processes must have joined.
     heartbeat_timeout_seconds: seconds of silence after which a process counts as lost, and all others end.
   """
@@ -63,6 +74,7 @@ class ClusterConfig:
   coordinator_address: str | None = None
   process_count: int | None = None
   process_index: int | None = None
+  cluster_secret_file: str | None = None
   initialization_timeout: int = names.INITIALIZATION_TIMEOUT
   heartbeat_timeout_seconds: int = names.HEARTBEAT_TIMEOUT
 
@@ -137,12 +149,18 @@ def join(cfg: ClusterConfig) -> monitor_lib.Monitor | None:
   spec = find_process(cfg)
   if spec is None:
     return None
+  _follow_launcher()
   if spec.count == 1:
     logging.getLogger(__name__).info('1 process (%s).', spec.origin)
     return None
   # See `find_process`.
   assert spec.address is not None and spec.index is not None and spec.count is not None
   _check_share(spec)
+  secret = read_secret(cfg.cluster_secret_file)
+  bind_address = None
+  if spec.index == 0:
+    bind_address = find_bind_address(spec.address)
+    _warn_of_open_port(bind_address, secret)
   # Stops are agreed by the monitor.
   jax.config.update('jax_enable_preemption_service', False)
   if spec.index == 0:
@@ -150,6 +168,7 @@ def join(cfg: ClusterConfig) -> monitor_lib.Monitor | None:
   with _waiting_for_others(spec, cfg.initialization_timeout):
     jax.distributed.initialize(
       coordinator_address=spec.address,
+      coordinator_bind_address=bind_address,
       num_processes=spec.count,
       process_id=spec.index,
       local_device_ids=spec.local_devices,
@@ -163,13 +182,14 @@ def join(cfg: ClusterConfig) -> monitor_lib.Monitor | None:
 
   store = distributed.global_state.client
   assert store is not None
+  if secret:
+    store = connections.SignedStore(store, secret)
   monitor = monitor_lib.Monitor(
     store,
     spec.index,
     spec.count,
     heartbeat_timeout_seconds=cfg.heartbeat_timeout_seconds,
     is_gone_fn=functools.partial(connections.refuses_connections, spec.address),
-    is_abandoned_fn=_launcher_has_ended,
   )
   connections.hold_aborts()
   monitor.start()
@@ -390,6 +410,79 @@ def _tasks_of_node(environment: Mapping[str, str]) -> int | None:
   return None
 
 
+def read_secret(path: str | None, environment: Mapping[str, str] = os.environ) -> str:
+  """Return the secret of the run: that of a file, else that of `launch`; empty if there is none.
+
+  Raises:
+    ConfigError: the file cannot be read, is short, or others may read it.
+  """
+  if path is None:
+    return environment.get(names.SECRET, '')
+  try:
+    with open(path, 'rb') as f:
+      mode = os.fstat(f.fileno()).st_mode
+      secret = f.read(_MAX_SECRET_BYTES).strip().hex()
+  except OSError as error:
+    raise ConfigError(
+      f'--cluster_secret_file must be a file that can be read, got {path!r} ({error.strerror}). Write one with: '
+      f'(umask 077; head -c 32 /dev/urandom > {shlex.quote(path)}).'
+    ) from None
+  if mode & 0o077:
+    raise ConfigError(
+      f'--cluster_secret_file must be a file that only you can read, got {path!r} with the permissions '
+      f'{mode & 0o777:o}. Change them by: chmod 600 {shlex.quote(path)}.'
+    )
+  if len(secret) < _MIN_SECRET_DIGITS:
+    raise ConfigError(
+      f'--cluster_secret_file must have at least {_MIN_SECRET_DIGITS // 2} bytes, got {len(secret) // 2} in '
+      f'{path!r}. Write it again with: (umask 077; head -c 32 /dev/urandom > {shlex.quote(path)}).'
+    )
+  return secret
+
+
+def find_bind_address(address: str) -> str:
+  """Return the host and port at which process 0 listens: those of `address` if the host is an address of this machine.
+
+  Otherwise, as behind a translated address, all interfaces. JAX's own default is always all of them.
+  """
+  host, _, port = address.rpartition(':')
+  host = host.strip('[]')
+  try:
+    found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+  except OSError:
+    found = []
+  for family, kind, protocol, _, (name, *_) in found:
+    # Many machines have their own name as a loopback address, while others know the real one.
+    if _is_loopback(name) and host not in ('localhost', name):
+      continue
+    with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+      probe.bind((name, 0))
+      if family == socket.AF_INET6:
+        return f'[{name}]:{port}'
+      return f'{name}:{port}'
+  return f'[::]:{port}'
+
+
+def _is_loopback(host: str) -> bool:
+  return ipaddress.ip_address(host.partition('%')[0]).is_loopback
+
+
+def _warn_of_open_port(address: str, secret: str) -> None:
+  """Warn once if everyone in the network can send messages to the processes."""
+  host = address.rpartition(':')[0].strip('[]')
+  if host != '::' and (secret or _is_loopback(host)):
+    return
+  if secret:
+    text = "its messages are signed, but JAX's service is open"
+  else:
+    text = 'the messages of the processes are not signed: use --cluster_secret_file'
+  logging.getLogger(__name__).warning(
+    'Process 0 listens at %s, and %s. Keep the port behind a firewall, see docs/cluster.md.',
+    address,
+    text,
+  )
+
+
 def _check_port(address: str) -> None:
   """Raise if the port of process 0 is in use; JAX would end the process without a message."""
   port = int(address.rpartition(':')[2])
@@ -417,14 +510,13 @@ def _waiting_for_others(spec: ProcessSpec, timeout: int) -> Iterator[None]:
   def limit() -> None:
     if has_joined.wait(min(_SILENT_SECONDS, timeout)):
       return
-    os.write(2, f't5x_lite: {who} waits for the others.\n'.encode())
+    write_without_waiting(f't5x_lite: {who} waits for the others.\n')
     if not has_joined.wait(timeout - min(_SILENT_SECONDS, timeout)):
-      text = (
+      write_without_waiting(
         f't5x_lite: error: {who} has waited {timeout} s for the others (--initialization_timeout). Check '
         'that all of them were started, each with its own index, and that process 0 runs on this host and '
         'can be reached at this port. Then rerun the command on all machines.\n'
       )
-      os.write(2, text.encode())
       os._exit(ExitCode.RESTART)
 
   threading.Thread(target=limit, name='t5x_lite-cluster', daemon=True).start()
@@ -447,8 +539,13 @@ def _interrupt_on_signals() -> None:
   if threading.current_thread() is not threading.main_thread():
     return
 
+  requests = StopRequests()
+
   def handle(number: int, frame: Any) -> None:
     del frame
+    if requests.count and not requests.add(number):
+      return  # the same request again
+    requests.add(number)
     name = signal.Signals(number).name
     raise StoppedOnSignalError(
       f'Stopped by {name} outside of the steps of a run; there is nothing to save.', signal=name
@@ -478,12 +575,32 @@ def _end_with_program(monitor: monitor_lib.Monitor) -> None:
   atexit.register(end)
 
 
-def _launcher_has_ended(environment: Mapping[str, str] = os.environ) -> bool:
-  """Return whether `launch` has started this process and does not run any more, e.g. because it was killed."""
+def _follow_launcher(environment: Mapping[str, str] = os.environ) -> None:
+  """Ask this process to stop within a second once `launch`, which has started it, does not run any more.
+
+  The kernel's own notice (PR_SET_PDEATHSIG) reaches only children, not what a script between has started.
+  """
   launcher = _number(environment, LAUNCHED)
   if launcher is None or not pathlib.Path('/proc/self').exists():
+    return
+
+  def follow() -> None:
+    while _runs(launcher):
+      time.sleep(_LAUNCHER_SECONDS)
+    ignores = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # below nohup
+    os.kill(os.getpid(), signal.SIGTERM if ignores else signal.SIGHUP)
+
+  threading.Thread(target=follow, name='t5x_lite-launcher', daemon=True).start()
+
+
+def _runs(process: int) -> bool:
+  """Return whether a process of this machine exists and is not a zombie, which nobody has waited for."""
+  try:
+    status = pathlib.Path(f'/proc/{process}/stat').read_text()
+  except OSError:
     return False
-  return not pathlib.Path(f'/proc/{launcher}').exists()
+  # The name, in parentheses, may have spaces; the state follows it.
+  return status.rpartition(')')[2].split()[0] not in ('Z', 'X')
 
 
 def is_address(text: str) -> bool:

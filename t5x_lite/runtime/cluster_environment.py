@@ -20,6 +20,8 @@ INDEX = 'JAX_PROCESS_ID'
 LOCAL_DEVICES = 'JAX_LOCAL_DEVICE_IDS'
 # Id of the process of `t5x_lite launch` that has started this one.
 LAUNCHED = 'T5X_LITE_LAUNCHED'
+# Secret with which the processes of a run sign what they tell each other.
+SECRET = 'T5X_LITE_CLUSTER_SECRET'
 # Command line of `t5x_lite launch`.
 COMMAND = 'T5X_LITE_LAUNCH_COMMAND'
 

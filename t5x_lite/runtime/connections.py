@@ -4,6 +4,7 @@ from collections.abc import Callable
 import contextlib
 import ctypes
 import functools
+import hmac
 import queue
 import re
 import signal
@@ -19,6 +20,8 @@ _BROKEN = re.compile(
   re.IGNORECASE,
 )
 _BROKEN_EAGERLY = re.compile(r'(gloo|nccl) \w+ failed', re.IGNORECASE)
+# Length of an HMAC with SHA-256.
+_SIGNATURE_DIGITS = 64
 # Calls for the threads that wait; None ends one.
 _Calls: TypeAlias = 'queue.SimpleQueue[Callable[[], None] | None]'
 
@@ -37,6 +40,49 @@ class Store(Protocol):
   def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
     """Return a value as soon as it exists; raise after the time."""
     ...
+
+
+class UnsignedValueError(ValueError):
+  """A value of the store is not signed with the secret of the run."""
+
+
+class SignedStore:
+  """Store whose values carry a signature of their key and text: HMAC with SHA-256 (RFC 2104).
+
+  The port of the store is open to everyone who can reach it, so values without the signature are ignored.
+  """
+
+  def __init__(self, store: Store, secret: str):
+    """Store the arguments; all processes have the same secret."""
+    self._store = store
+    self._secret = secret.encode()
+
+  def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+    """See `Store`."""
+    self._store.key_value_set(key, self._signature(key, value) + value, allow_overwrite)
+
+  def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+    """See `Store`; without unsigned values."""
+    values = []
+    for name, text in self._store.key_value_dir_get(key):
+      with contextlib.suppress(UnsignedValueError):
+        values.append((name, self._verified(name, text)))
+    return values
+
+  def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+    """See `Store`; raises UnsignedValueError for an unsigned value."""
+    return self._verified(key, self._store.blocking_key_value_get(key, timeout_in_ms))
+
+  def _signature(self, key: str, value: str) -> str:
+    """Return 64 hexadecimal digits."""
+    return hmac.new(self._secret, f'{key}\n{value}'.encode(), 'sha256').hexdigest()
+
+  def _verified(self, key: str, text: str) -> str:
+    signature = text[:_SIGNATURE_DIGITS]
+    value = text[_SIGNATURE_DIGITS:]
+    if not hmac.compare_digest(signature.encode(), self._signature(key, value).encode()):
+      raise UnsignedValueError(f'The value of {key!r} is not signed.')
+    return value
 
 
 class Caller:

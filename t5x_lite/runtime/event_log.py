@@ -222,7 +222,7 @@ class EventLog(contextlib.AbstractContextManager):
     """Emit 'stop', and the goodput of the run with its earlier processes as 'summary'; only the first call counts.
 
     Args:
-      cause: 'completed', 'action', 'signal', 'non_finite', 'error' or 'other_process'.
+      cause: 'completed', 'data_ended', 'action', 'signal', 'non_finite', 'error' or 'other_process'.
       **details: JSON values.
     """
     if self._has_stopped:

@@ -1,9 +1,12 @@
 """Why all processes of a run end: the failure of one of them."""
 
+from collections.abc import Mapping
 import dataclasses
 import traceback
+from typing import Any
 
 from t5x_lite.errors import ExitCode
+from t5x_lite.formatting import printable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,25 @@ class Failure:
   step: int | None = None
   phase: str = ''
   seconds: float = 0.0
+
+  @classmethod
+  def from_message(cls, message: Mapping[str, Any]) -> 'Failure':
+    """Return the failure that another process has sent; a failed run never has the status 0.
+
+    Raises:
+      KeyError, TypeError, ValueError: the message is not one.
+    """
+    step = message.get('step')
+    if step is not None:
+      step = int(step)
+    return cls(
+      process=int(message['process']),
+      status=int(message['status']) or int(ExitCode.ERROR),
+      error=printable(str(message.get('error', ''))),
+      step=step,
+      phase=printable(str(message.get('phase', ''))),
+      seconds=float(message.get('seconds', 0.0)),
+    )
 
   def __str__(self) -> str:
     """Return a sentence without a full stop."""

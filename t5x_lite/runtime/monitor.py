@@ -25,14 +25,18 @@ import time
 from typing import Any, NoReturn
 
 from t5x_lite.errors import ExitCode, StoppedOnSignalError, is_of_other_process
+from t5x_lite.formatting import printable
 from t5x_lite.runtime.connections import Caller
 from t5x_lite.runtime.connections import Store
+from t5x_lite.runtime.connections import UnsignedValueError
 from t5x_lite.runtime.connections import is_connection_error
 from t5x_lite.runtime.failure import Failure
 from t5x_lite.runtime.failure import describe_error
 from t5x_lite.runtime.stacks import print_stacks
 from t5x_lite.runtime.stop_agreement import StopAgreement
+from t5x_lite.runtime.stop_requests import StopRequests
 from t5x_lite.runtime.watchdog import awake_seconds
+from t5x_lite.standard_streams import write_without_waiting
 
 # Prefix of keys.
 _ROOT = 't5x_lite'
@@ -51,6 +55,8 @@ _GRACE_SECONDS = 4.0
 _LINGER_SECONDS = 8.0
 # Silence after which a process counts as lost if there are other signs: a broken connection, or a stop that it ignores.
 _SUSPICIOUS_SILENCE = 8.0
+# Errors of a value that no process of ours has written.
+_INVALID = (KeyError, TypeError, ValueError, OverflowError, AttributeError, RecursionError)
 # The beat of a process before its first one.
 _NO_BEAT = {'stage': 'running', 'step': None, 'phase': 'starting'}
 
@@ -75,7 +81,6 @@ class Monitor:
     *,
     heartbeat_timeout_seconds: float = 30.0,
     is_gone_fn: Callable[[], bool] = lambda: False,
-    is_abandoned_fn: Callable[[], bool] = lambda: False,
     exit_fn: Callable[[int], NoReturn] = os._exit,
     clock: Callable[[], float] = time.monotonic,
   ):
@@ -87,7 +92,6 @@ class Monitor:
       num_processes: number of processes.
       heartbeat_timeout_seconds: silence after which a process counts as lost.
       is_gone_fn: returns whether the server of the store is known to be gone; asked when it does not answer.
-      is_abandoned_fn: returns whether the program that has started all processes has ended; they then stop.
       exit_fn: ends the process with a status.
       clock: returns seconds.
     """
@@ -100,7 +104,6 @@ class Monitor:
     self._store = store
     self._timeout = heartbeat_timeout_seconds
     self._is_gone_fn = is_gone_fn
-    self._is_abandoned_fn = is_abandoned_fn
     self._exit_fn = exit_fn
     self._clock = clock
     self._lock = threading.Lock()
@@ -252,8 +255,7 @@ class Monitor:
     else:
       more = 'Rerun the command on all machines to resume'
     text = f't5x_lite: [process {self.process}] ends because {failure}. {more}.\n'
-    with contextlib.suppress(OSError):
-      os.write(2, text.encode())
+    write_without_waiting(text)
 
   def leave(self, status: int) -> NoReturn:
     """End this process after a failure. The lead waits for the others, since their connections end with it."""
@@ -373,10 +375,14 @@ class Monitor:
     beats = self._store.key_value_dir_get(f'{_ROOT}/beat/')
     now = self._clock()
     for key, text in beats:
-      process = int(key.rpartition('/')[2])
-      beat = json.loads(text)
+      try:
+        process = int(key.rpartition('/')[2])
+        beat = _parse_beat(text)
+      except _INVALID:  # not from a process of ours
+        continue
       old = self._beats.get(process)
-      if old is None or old[0]['at'] != beat['at']:
+      is_new = old is None or old[0]['at'] != beat['at']
+      if is_new and 0 <= process < self.num_processes:
         self._beats[process] = beat, now
 
   def _judge(self) -> None:
@@ -418,27 +424,33 @@ class Monitor:
         text = self._store.blocking_key_value_get(
           f'{_ROOT}/message/{self._next_message}', int(_BEAT_SECONDS * 1000)
         )
+      except UnsignedValueError:
+        self._next_message += 1
+        continue
       except Exception:  # no message yet, or the store is gone, which `_watch` notices
         self._closed.wait(_AGREEING_SECONDS)
         continue
       self._next_message += 1
-      self._handle(json.loads(text))
+      try:
+        self._handle(json.loads(text))
+      except _INVALID as error:  # not from a process of ours
+        logging.getLogger(__name__).debug('Ignored an invalid message (%r).', error)
 
   def _handle(self, message: dict[str, Any]) -> None:
-    kind = message.pop('kind')
+    kind = message['kind']
     if kind == 'failed':
-      self._on_failure(Failure(**message))
+      self._on_failure(Failure.from_message(message))
     elif kind == 'lost_connection':
       self._is_suspicious = True
     elif kind == 'stop':
-      self.stops.begin(message['request'])
+      self.stops.begin(printable(str(message['request'])))
       self._is_suspicious = True
       self._wake.set()
     elif kind == 'stop_at':
-      self.stops.agree(message['point'])
+      self.stops.agree(int(message['point']))
       self._is_suspicious = False  # All have answered, and now save.
     elif kind == 'done':
-      self._all_are_there = message['all_are_there']
+      self._all_are_there = message['all_are_there'] is True
       self._all_done.set()
 
   def _on_lost_store(self) -> None:
@@ -460,14 +472,9 @@ class Monitor:
     seen = self._contact_at
     seconds = 0.0
     now = self._clock()
-    num_signals = 0
-    is_abandoned = False
+    requests = StopRequests()
     while not self._closed.is_set():
-      num_signals = self._look_for_signals(num_signals)
-      if not is_abandoned and self._is_abandoned_fn():
-        is_abandoned = True
-        ignores = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # below nohup
-        os.kill(os.getpid(), signal.SIGTERM if ignores else signal.SIGHUP)
+      self._look_for_signals(requests)
       before = now
       now = self._clock()
       if seen != self._contact_at:
@@ -479,22 +486,20 @@ class Monitor:
         self._on_lost_store()
         return
 
-  def _look_for_signals(self, num_signals: int) -> int:
+  def _look_for_signals(self, requests: StopRequests) -> None:
     if self._signal_pipe is None:
       time.sleep(_BEAT_SECONDS / 2)
-      return num_signals
+      return
     if not select.select([self._signal_pipe[0]], [], [], _BEAT_SECONDS / 2)[0]:
-      return num_signals
+      return
     for number in os.read(self._signal_pipe[0], 64):
       if number not in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         continue
-      num_signals += number != signal.SIGHUP
-      if num_signals > 1:  # A main thread that does not hang has ended the process before.
+      if requests.add(number):  # A main thread that does not hang has ended the process before.
         self.caller.start(functools.partial(self._exit_soon, 128 + number))
       request = f'{signal.Signals(number).name} to process {self.process}'
       self._is_suspicious = True
       self.caller.start(functools.partial(self._post, 'stop', request=request))
-    return num_signals
 
   def _exit_soon(self, status: int) -> None:
     time.sleep(_HANDLER_SECONDS)
@@ -516,6 +521,29 @@ class Monitor:
           number += 1
 
     self.caller.returns_within(_CALL_SECONDS, write)
+
+
+def _parse_beat(text: str) -> dict[str, Any]:
+  """Return a beat, see `Monitor`.
+
+  Raises:
+    KeyError, TypeError, ValueError: it is not one.
+  """
+  beat = json.loads(text)
+  return {
+    'at': float(beat['at']),
+    'step': _int_or_none(beat['step']),
+    'phase': printable(str(beat['phase'])),
+    'seconds': float(beat['seconds']),
+    'limit': _int_or_none(beat['limit']),
+    'stage': str(beat['stage']),
+  }
+
+
+def _int_or_none(value: Any) -> int | None:
+  if value is None:
+    return None
+  return int(value)
 
 
 def _describe_group(step: int, phase: str, seconds: Mapping[int, float]) -> str:

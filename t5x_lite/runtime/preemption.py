@@ -1,6 +1,5 @@
 """Handling of Ctrl-C, SIGTERM and SIGHUP: finish the step, save, and print how to resume."""
 
-import contextlib
 import os
 import signal
 import threading
@@ -9,7 +8,9 @@ from types import FrameType
 import jax
 
 from t5x_lite import multihost
+from t5x_lite import standard_streams
 from t5x_lite.runtime import monitor as monitor_lib
+from t5x_lite.runtime.stop_requests import StopRequests
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -24,8 +25,9 @@ def signals_that_end_a_wait() -> str:
 class StopSignals:
   """Context within which a signal sets `requested`, and a second SIGINT or SIGTERM ends the process at once.
 
-  SIGHUP, sent when the terminal closes, never ends the process: the kernel and the shell may both send it, and a
-  scheduler's SIGTERM may follow. A signal that was ignored before, e.g. SIGHUP under `nohup`, stays ignored.
+  A SIGTERM within a second of another one is the same: a supervisor may signal the launcher, which passes it on, and
+  its processes. SIGHUP, sent when the terminal closes, never ends the process: the kernel and the shell may both send
+  it, and a scheduler's SIGTERM may follow. A signal that was ignored before, e.g. SIGHUP under `nohup`, stays ignored.
 
   Outside the main thread, which is the only one to receive signals in Python, the context has no effect.
 
@@ -41,7 +43,7 @@ class StopSignals:
     """
     self.doing = doing
     self._received: signal.Signals | None = None
-    self._asked = False  # True after SIGINT or SIGTERM.
+    self._requests = StopRequests()
     self._previous = {}
 
   @property
@@ -99,24 +101,20 @@ class StopSignals:
 
   def _handle(self, number: int, frame: FrameType | None) -> None:
     del frame
-    if number != signal.SIGHUP:
-      if self._asked:
-        # Checkpoints are atomic: an incomplete one is discarded.
-        os._exit(128 + number)
-      self._asked = True
+    if self._requests.add(number):
+      # Checkpoints are atomic: an incomplete one is discarded.
+      os._exit(128 + number)
     if self._received is not None:
       return
     self._received = signal.Signals(number)
     if number == signal.SIGINT:
       again = 'press Ctrl-C again'
+    elif number == signal.SIGTERM:
+      again = 'send SIGTERM again'
     else:
-      if self._asked:
-        again = 'send SIGTERM again'
-      else:
-        again = 'send SIGTERM twice'
+      again = 'send SIGTERM twice'
+    new_line = '\n' if os.isatty(2) else ''  # after the ^C of the terminal
     # `print` is not reentrant: the handler may interrupt a `print` of the main program.
-    with contextlib.suppress(OSError):  # After SIGHUP the terminal is closed.
-      new_line = '\n' if os.isatty(2) else ''  # after the ^C of the terminal
-      os.write(
-        2, f'{new_line}{self._received.name}: {self.doing}; {again} to exit immediately.\n'.encode()
-      )
+    standard_streams.write_without_waiting(
+      f'{new_line}{self._received.name}: {self.doing}; {again} to exit immediately.\n'
+    )

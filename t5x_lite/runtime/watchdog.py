@@ -47,8 +47,9 @@ class _Activity:
 class Watchdog:
   """Thread that acts if `beat` is not called for too long during a watched activity.
 
-  It warns once, with the stacks of all threads, and ends the process if the activity has a limit. Time in which this
-  process was stopped (SIGSTOP) does not count.
+  It warns once, with the stacks of all threads, and ends the process if the activity has a limit. With
+  `warn_every_seconds` it also warns, in every activity and as often as this time passes, while no step is completed.
+  Time in which this process was stopped (SIGSTOP) does not count.
 
   Activities are 'step', 'evaluation' (one of its batches) and 'saving', with separate limits. 'compiling' has no limit;
   restoring and waiting for training data are not watched either.
@@ -61,12 +62,13 @@ class Watchdog:
     *,
     max_evaluation_seconds: float | None = None,
     max_saving_seconds: float | None = None,
+    warn_every_seconds: float | None = None,
     on_warning: Callable[[str], None] = print_stacks,
     phase_fn: Callable[[str], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     others_fn: Callable[[], str] = lambda: '',
     warning_seconds: Mapping[str, float] = WARNING_SECONDS,
   ):
-    """Configure the watchdog; the first `watching` starts the thread.
+    """Configure the watchdog; `start`, or the first `watching`, starts the thread.
 
     Args:
       max_step_seconds: maximum time of a training step; None for no limit.
@@ -74,6 +76,8 @@ class Watchdog:
         threads to stderr and ends the process with status 4.
       max_evaluation_seconds: maximum time of a batch of an evaluation, including its metrics; None for no limit.
       max_saving_seconds: maximum time that training waits for a save; None for no limit.
+      warn_every_seconds: interval of warnings while the number of completed steps does not increase, also during
+        evaluations, saves, compilation and waits for data; it never ends the process. None for no such warnings.
       on_warning: called with a warning; by default writes it and the stacks of all threads to stderr.
       phase_fn: returns a context that is entered with each activity, from its name; `EventLog.phase` for the goodput.
       others_fn: returns a sentence about the processes of the run for messages, or ''.
@@ -89,7 +93,9 @@ class Watchdog:
       max_step_seconds=seconds,
       max_evaluation_seconds=seconds,
       max_saving_seconds=seconds,
+      warn_every_seconds=seconds,
     )
+    self._warn_every_seconds = warn_every_seconds
     self._activities = {
       'compiling': None,
       'step': _Activity('step', 'max_step_seconds', max_step_seconds, warning_seconds['step']),
@@ -107,7 +113,12 @@ class Watchdog:
       *warning_seconds.values(),
       *(
         limit
-        for limit in (max_step_seconds, max_evaluation_seconds, max_saving_seconds)
+        for limit in (
+          max_step_seconds,
+          max_evaluation_seconds,
+          max_saving_seconds,
+          warn_every_seconds,
+        )
         if limit is not None
       ),
     ]
@@ -121,6 +132,12 @@ class Watchdog:
     self._alive_at = 0.0
     self._closed = threading.Event()
     self._thread: threading.Thread | None = None
+
+  def start(self) -> None:
+    """Start the thread, if it is not running."""
+    if self._thread is None:
+      self._thread = threading.Thread(target=self._watch, name='watchdog', daemon=True)
+      self._thread.start()
 
   def beat(self, step: int | None = None) -> None:
     """Report progress of the activity.
@@ -142,9 +159,7 @@ class Watchdog:
     Args:
       name: 'step', 'evaluation', 'saving', or 'compiling', which watches nothing.
     """
-    if self._thread is None:
-      self._thread = threading.Thread(target=self._watch, name='watchdog', daemon=True)
-      self._thread.start()
+    self.start()
     outer, step = self._watched
     self._watched = (self._activities[name], step)
     self.beat()
@@ -169,20 +184,27 @@ class Watchdog:
     seen = (None, None)
     seconds = 0.0
     warned = False
+    stillness = _Stillness(self._warn_every_seconds)
     now = time.monotonic()
     while not self._closed.wait(self._period):
       previous = now
       now = time.monotonic()
+      awake = awake_seconds(now - previous, self._period)
+      if (duration := stillness.add(self._watched[1], awake)) is not None:
+        self._on_warning(
+          f'warning: Watchdog: no step was completed within {duration:.3g} seconds'
+          f'{_after(self._watched[1])}, see `warn_every_seconds`. The run continues.{self._others()}'
+        )
       if self._watched is not seen:
         seen = self._watched
         seconds = 0.0
         warned = False
         continue
-      seconds += awake_seconds(now - previous, self._period)
+      seconds += awake
       activity, step = seen
       if activity is None:
         continue
-      after = '' if step is None else f' after step {step}'
+      after = _after(step)
       if activity.max_seconds is not None and seconds >= activity.max_seconds:
         self._on_timeout(
           f'Watchdog: no {activity.noun} was completed within {activity.max_seconds:g} seconds{after}. Raise '
@@ -195,6 +217,42 @@ class Watchdog:
           f'warning: Watchdog: no {activity.noun} was completed within {seconds:.3g} seconds{after}. The run '
           f'continues to wait; set `{activity.option}` to limit the wait.{self._others()}'
         )
+
+
+class _Stillness:
+  """Time without a completed step, which is reported once per interval."""
+
+  def __init__(self, interval: float | None):
+    self._interval = interval
+    self._step: int | None = None
+    self._seconds = 0.0
+    self._next = interval
+
+  def add(self, step: int | None, seconds: float) -> float | None:
+    """Add time, and return all seconds without a completed step if an interval has ended; otherwise None.
+
+    Args:
+      step: number of completed steps; None before the first.
+      seconds: time since the last call.
+    """
+    if self._interval is None or self._next is None:
+      return None
+    if step != self._step:
+      self._step = step
+      self._seconds = 0.0
+      self._next = self._interval
+      return None
+    self._seconds += seconds
+    if self._seconds < self._next:
+      return None
+    self._next = self._seconds + self._interval
+    return self._seconds
+
+
+def _after(step: int | None) -> str:
+  if step is None:
+    return ''
+  return f' after step {step}'
 
 
 def awake_seconds(elapsed: float, expected: float) -> float:

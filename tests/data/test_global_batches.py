@@ -84,6 +84,27 @@ def _place(state):
   return int(state['position']) + skipped['num_batches']
 
 
+def test_fewer_batches_than_were_used_are_an_error(partitioner):
+  class Ending(_Counter):
+    def _give_up(self):
+      raise StopIteration
+
+  skip = json.dumps({'version': 1, 'num_batches': 3, 'batch_size': 16}).encode()
+  with data.GlobalBatches(_Counter(), partitioner) as batches:
+    state = {**batches.get_state(), 'skipped_batches.json': skip}
+  for fail_at, kind in ((2, DataError), (3, StopIteration)):
+    with data.GlobalBatches(Ending(fail_at=fail_at), partitioner) as batches:
+      batches.set_state(state)
+      with pytest.raises(kind) as caught:
+        batches.take(60)
+      assert batches.has_ended == (kind is StopIteration)
+  assert kind is StopIteration and not caught.value.args
+  with data.GlobalBatches(Ending(fail_at=2), partitioner) as batches:
+    batches.set_state(state)
+    with pytest.raises(DataError, match='ended after 2 batches, but the run has used 3: .*fewer'):
+      batches.take(60)
+
+
 def test_the_end_is_known_without_taking_a_batch(partitioner):
   class Ending(_Counter):
     def _give_up(self):

@@ -103,6 +103,64 @@ def test_options_of_tokenization(tmp_path):
 
 
 @pytest.mark.parametrize(
+  'value, label',
+  [
+    ('5', 5),
+    ('[1, "x"]', [1, 'x']),
+    ('{"a": {"b": null}}', {'a': {'b': None}}),
+    ('true', True),
+    ('-Infinity', -np.inf),
+    ('"\\ud800"', '\ud800'),
+  ],
+)
+def test_labels_that_are_not_texts_are_kept(tmp_path, value, label):
+  line = f'{{"inputs": "a", "targets": {value}, "id": 1}}\n'
+  source = _open(_file(tmp_path, line * 2, 'in.jsonl'))
+  assert (source.num_examples, source.num_skipped) == (2, 0)
+  for record in source.records():
+    example = source.prepare(record)
+    assert example.row['targets'].size == 0 and example.row['inputs'].tolist() == [100, 1]
+    assert example.fields['targets_pretokenized'] == label and example.fields['id'] == 1
+    assert example.fields['inputs_pretokenized'] == 'a' and example.fields['targets'].size == 0
+  with pytest.raises(errors.DataError, match="'targets' (must be a text|holds half)"):
+    _open(tmp_path / 'in.jsonl', needs_targets=True)
+
+
+def test_columns_named_like_features_are_not_texts_of_other_keys(tmp_path):
+  line = '{"q": "a", "inputs": ["x"], "targets": 5, "targets_pretokenized": "b"}'
+  source = _open(_file(tmp_path, line, 'in.jsonl'), inputs_key='q', targets_key='label')
+  (example,) = [source.prepare(record) for record in source.records()]
+  assert example.row['inputs'].tolist() == [100, 1] and example.row['targets'].size == 0
+  assert example.fields['targets_pretokenized'] == 'b'
+
+
+def test_keys_of_the_task_come_before_the_usual_ones(tmp_path):
+  rows = [
+    {'words': 'a', 'digits': 1, 'inputs': 'not this'},
+    {'inputs': 'b', 'targets': 'c'},
+    {'words': None, 'inputs': 'd'},
+    {'word': 'e'},
+  ]
+  path = _file(tmp_path, ''.join(json.dumps(row) + '\n' for row in rows), 'in.jsonl')
+  task_keys = {'inputs': ('words',), 'targets': ('digits',)}
+  source = _open(path, task_keys=task_keys)
+  assert _inputs(source) == ['a', 'b'] and source.num_skipped == 2
+  assert source.identity['keys'] == {
+    'inputs': ['inputs', 'words'],
+    'targets': ['digits', 'targets'],
+  }
+  # A run with other keys resumes results of lines with the usual ones.
+  path = _file(tmp_path, json.dumps(rows[1]), 'in.jsonl')
+  assert _open(path, task_keys=task_keys).identity == _open(path).identity
+  # A reversed task: no key is that of both features.
+  reversed_keys = {'inputs': ('targets',), 'targets': ('inputs',)}
+  source = _open(path, task_keys=reversed_keys)
+  (example,) = [source.prepare(record) for record in source.records()]
+  names = ('inputs_pretokenized', 'targets_pretokenized')
+  assert [example.fields[name] for name in names] == ['c', 'b']
+
+
+@pytest.mark.parametrize(
   'line, problem',
   [
     (b'{"inputs": "a"', 'not JSON'),
@@ -115,6 +173,10 @@ def test_options_of_tokenization(tmp_path):
     (b'{"inputs": "\\ud800"}', 'half of a surrogate pair'),
     (b'[' * 100_000, 'not JSON'),
     (b'{"inputs": %s}' % (b'1' * 5000), 'not JSON'),
+    (b'{"inputs": null}', "'inputs' must be a text, got a value of type NoneType"),
+    (b'{"inputs": {"inputs": "a"}}', "'inputs' must be a text, got a value of type dict"),
+    (b'{"inputs": NaN}', "'inputs' must be a text, got a value of type float"),
+    (b'\xef\xbb\xbf{"inputs": "a"}', 'not JSON'),
   ],
 )
 def test_a_broken_line_is_named_and_the_rest_is_done(tmp_path, caplog, line, problem):
@@ -197,6 +259,23 @@ def test_identity_follows_the_content_not_the_name(tmp_path):
   ):
     assert changed.identity != one.identity
   json.dumps(one.identity)
+
+
+def test_json_lines_that_are_read_as_texts_are_named(tmp_path, caplog):
+  path = _file(tmp_path, '{"inputs": "a", "targets": "b"}\n{"inputs": "c"}\n')
+  assert len(_inputs(_open(path))) == 2
+  assert 'line 1 is a JSON object. Pass --input_format=jsonl' in caplog.text
+  caplog.clear()
+  assert _inputs(_open(path, file_format='jsonl')) == ['a', 'c'] and not caplog.text
+  _open(path, file_format='text')
+  assert not caplog.text
+
+
+def test_nul_is_not_part_of_a_text(tmp_path, caplog):
+  good = b'fine\n' * 2000
+  source = _open(_file(tmp_path, good + b'a\0b\n' + good))
+  assert (source.num_examples, source.num_skipped) == (4000, 1)
+  assert 'line 2001 is skipped: NUL at character 2' in caplog.text
 
 
 def test_standard_input_is_read_again_and_again(monkeypatch):

@@ -91,6 +91,72 @@ def test_rows_without_any_key_stay_finite():
   ).all()
 
 
+_PACKED_WITHOUT_KEYS = [[1, 1, 2, 2, 3, 0], [2, 2, 3, 3, 0, 0]]
+
+
+@pytest.mark.parametrize('kernel', ['dot', 'blockwise'])
+@pytest.mark.parametrize('heads_first', [False, True])
+@pytest.mark.parametrize(
+  'kind',
+  ['no key', 'packed', 'causal', 'prefix', 'one query', *(-1e9, -1e10, -3e38, -jnp.inf)],
+)
+def test_a_query_without_a_visible_key_gets_zeros(kernel, heads_first, kind):
+  """In every kernel and for every form of a mask; all other queries have the result of a softmax in NumPy."""
+  valid = jnp.asarray(np.array([[1, 1, 0, 1, 1, 0], [0, 0, 0, 1, 1, 0]], bool))
+  every = jnp.ones((2, 6), bool)
+  position = _random(1, 2, 6, 6, seed=5)
+  if kind == 'no key':
+    bias = layers.make_attention_bias(
+      every, valid & jnp.array([[True], [False]]), position=position
+    )
+  elif kind == 'packed':
+    ids = jnp.array(_PACKED_WITHOUT_KEYS)
+    key_ids = jnp.array([[2, 2, 2, 3, 0, 0], [2, 2, 4, 4, 0, 0]])
+    bias = layers.make_attention_bias(
+      ids > 0, key_ids > 0, query_segment_ids=ids, key_segment_ids=key_ids
+    )
+  elif kind == 'causal':
+    bias = layers.make_attention_bias(valid, valid, causal=True, position=position)
+  elif kind == 'prefix':
+    bias = layers.make_attention_bias(
+      valid, valid, causal=True, prefix=jnp.arange(6)[None] < jnp.array([[2], [1]])
+    )
+  elif kind == 'one query':
+    bias = layers.AttentionBias.from_array(layers.mask_to_bias(every[:, None, None] * 0.0))
+  else:
+    # A mask as a plain bias on top of biases of positions.
+    array = position + jnp.where(valid[:, None, None], 0.0, kind)
+    bias = layers.AttentionBias.from_array(array.at[:, :, 2:4].set(kind))
+  arrays = bias.with_arrays()
+  total = np.zeros((2, 2, 6, 6), np.float64)
+  for part in (arrays.shared, arrays.per_example):
+    if part is not None:
+      total = total + np.asarray(part, np.float64)
+  query, key, value = (np.asarray(_random(2, 6, 2, 8, seed=i), np.float64) for i in range(3))
+  scores = np.einsum('bqhd,bkhd->bhqk', query, key) + total
+  weights = np.exp(scores - np.maximum(scores.max(-1, keepdims=True), -1e5))
+  weights = weights / np.maximum(weights.sum(-1, keepdims=True), 1e-30)
+  want = np.einsum('bhqk,bkhd->bqhd', weights, value)
+  is_blind = (total < -1e8).all(axis=(1, 3))
+  assert is_blind.any() and not want[is_blind].any()
+
+  def attend(query, key, value):
+    if heads_first:
+      key, value = (jnp.swapaxes(x, 1, 2) for x in (key, value))
+    return layers.dot_product_attention(
+      query, key, value, bias, kernel=kernel, heads_first=heads_first
+    )
+
+  args = [jnp.asarray(x, jnp.float32) for x in (query, key, value)]
+  got, derivatives_fn = jax.vjp(attend, *args)
+  np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+  assert not np.any(np.asarray(got)[is_blind])
+  # Outputs of these queries have no derivative, and none of the others is spoilt.
+  blind = jnp.where(is_blind[:, :, None, None], 1.0, jnp.zeros_like(got))
+  assert all(not np.any(bar) for bar in derivatives_fn(blind))
+  assert all(np.all(np.isfinite(bar)) for bar in derivatives_fn(got))
+
+
 def test_softmax_is_float32_and_the_option_keeps_scores_so():
   """The score of one key is larger than those of a hundred others by less than the resolution of bfloat16."""
   key = (

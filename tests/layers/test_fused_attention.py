@@ -288,6 +288,35 @@ def test_packed_rows_are_cudnns_where_it_computes_the_same(
   assert bool(fused_attention._is_in_order(bias.query_segments, bias.key_segments)) == is_cudnn
 
 
+def test_queries_without_a_key_get_zeros_from_cudnn(monkeypatch):
+  """Empty inputs and padding before tokens: cuDNN needs a key, so it is given one that is padding."""
+  use_gpu(monkeypatch, H100, 90800)
+  attend = jax.nn.dot_product_attention
+  monkeypatch.setattr(
+    jax.nn, 'dot_product_attention', lambda *args, implementation, **kwargs: attend(*args, **kwargs)
+  )
+  key_valid = jnp.array([[False] * 6, [False, True, True, True, True, False]])
+  arrays = [_random(2, 6, 2, 8, seed=i).astype(jnp.bfloat16) for i in range(4)]
+  for causal, zeros in (
+    (False, [[True] * 6, [False] * 6]),
+    (True, [[True] * 6, [True] + [False] * 5]),
+  ):
+    bias = layers.make_attention_bias(
+      jnp.ones((2, 6), bool), key_valid, causal=causal, arrays=False
+    )
+
+    def loss(query, key, value, bias=bias):
+      out = layers.dot_product_attention(
+        query, key, value, bias, dtype=jnp.bfloat16, kernel='cudnn'
+      )
+      return jnp.sum((arrays[3] * out).astype(jnp.float32)), out
+
+    gradients, out = jax.grad(loss, (0, 1, 2), has_aux=True)(*arrays[:3])
+    np.testing.assert_array_equal(~np.any(np.asarray(out), axis=(2, 3)), zeros)
+    for gradient in gradients:
+      assert not np.any(np.asarray(gradient)[0])
+
+
 def test_packed_rows_need_hopper_and_no_position_biases():
   gpu = functools.partial(layers.gpu_unsupported_reason, cudnn_version=90800, packed=True)
   assert gpu(H100) is None

@@ -228,4 +228,33 @@ MUTANTS = (
     'if token.lstrip or token.rstrip:',
     'tests/data/test_added_tokens.py::test_pieces',
   ),
+  Mutant(
+    'a_table_is_read_as_lines',
+    't5x_lite/data/text_sources.py',
+    'problem = text_formats.lines_problem(cfg.path, head)',
+    'problem = None',
+    'tests/data/test_text_formats.py::test_lines_of_a_table_are_inputs_if_they_are_asked_for[in.csv]',
+  ),
+  Mutant(
+    'binary_files_are_read_as_lines',
+    't5x_lite/data/text_formats.py',
+    "if b'\\0' in head:",
+    'if False:',
+    'tests/data/test_text_formats.py::test_other_formats_are_errors[in.tfrecord-'
+    '\\x10\\x00\\x00\\x00\\x00\\x00\\x00\\x00abcd-a binary file]',
+  ),
+  Mutant(
+    'columns_of_other_keys_are_texts',
+    't5x_lite/data/text_sources.py',
+    'if key not in used.values() and key not in self._vocabularies:',
+    'if key not in used.values():',
+    'tests/data/test_text_sources.py::test_columns_named_like_features_are_not_texts_of_other_keys',
+  ),
+  Mutant(
+    'labels_are_lost',
+    't5x_lite/data/text_sources.py',
+    "fields[f'{feature}_pretokenized'] = record.labels[feature]",
+    'pass',
+    'tests/data/test_text_sources.py::test_labels_that_are_not_texts_are_kept[5-5]',
+  ),
 )

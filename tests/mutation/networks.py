@@ -75,6 +75,27 @@ MUTANTS = (
     'tests/layers/test_attention.py::test_softmax_is_float32_and_the_option_keeps_scores_so',
   ),
   Mutant(
+    'queries_without_a_key_attend_to_all_keys',
+    't5x_lite/layers/attention_kernels.py',
+    'initial=LEAST_VISIBLE_SCORE',
+    'initial=-jnp.inf',
+    'tests/layers/test_attention.py::test_a_query_without_a_visible_key_gets_zeros',
+  ),
+  Mutant(
+    'blocks_take_plain_masks_for_scores',
+    't5x_lite/layers/blockwise.py',
+    'jnp.full(per_query, LEAST_VISIBLE_SCORE',
+    'jnp.full(per_query, -1e20',
+    'tests/layers/test_attention.py::test_a_query_without_a_visible_key_gets_zeros',
+  ),
+  Mutant(
+    'cudnn_attends_to_padding_of_empty_inputs',
+    't5x_lite/layers/fused_attention.py',
+    '  if bias.key_segments is not None:\n    output =',
+    '  if False:\n    output =',
+    'tests/layers/test_fused_attention.py::test_queries_without_a_key_get_zeros_from_cudnn',
+  ),
+  Mutant(
     'blocks_forget_what_came_before_a_larger_score',
     't5x_lite/layers/blockwise.py',
     'total * rescale + jnp.sum',

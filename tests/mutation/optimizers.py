@@ -4,6 +4,13 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'ademamix_widens_its_averages',
+    't5x_lite/optimizers/optax_adapter/constructors.py',
+    'return updates, narrow(state)',
+    'return updates, state',
+    'tests/optimizers/test_contract.py::test_every_option_is_stepped_twice',
+  ),
+  Mutant(
     'adafactor_decays_by_the_step_before',
     't5x_lite/optimizers/adafactor_rule/update.py',
     '(step - hp.step_offset).astype(jnp.float32) + 1.0, 1.0)',
@@ -234,6 +241,30 @@ MUTANTS = (
     'return groups.label_of(state.param_states.delta, path), batched.of(path, param.ndim)',
     'return batched.of(path, param.ndim)',
     'tests/test_layer_stacks.py::test_layers_that_differ_are_stacked_apart[label]',
+  ),
+  Mutant(
+    'added_clipping_uses_an_incomplete_period',
+    't5x_lite/optimizers/scaled_adam_rule/report.py',
+    'has_period = ~jnp.any(model_norms < 0)',
+    'has_period = True',
+    'tests/optimizers/scaled_adam_rule/test_report.py'
+    '::test_clipping_that_is_added_to_a_run_starts_after_a_full_period',
+  ),
+  Mutant(
+    'removed_clipping_ends_a_run',
+    't5x_lite/checkpoints/restore.py',
+    'built = built.without(*surplus)',
+    'pass',
+    'tests/apps/train/test_optimizers_of_runs.py'
+    '::test_clipping_of_scaled_adam_may_be_added_changed_and_removed',
+  ),
+  Mutant(
+    'blocks_are_in_the_order_of_groups',
+    't5x_lite/optimizers/shampoo/preconditioner.py',
+    'return [stacks[stack][row] for stack, row in self._layout.order]',
+    'return [matrix for stack in stacks for matrix in stack]',
+    'tests/optimizers/shampoo/test_preconditioner.py'
+    '::test_statistics_and_preconditioned_gradients[shape0-True-merged0-4]',
   ),
   Mutant(
     'roots_are_of_half_the_order',

@@ -675,7 +675,7 @@ MUTANTS = (
   Mutant(
     'the_end_of_the_data_is_known_a_step_late',
     't5x_lite/apps/train/batches.py',
-    'if self._may_end and not self.has_ended and self.error is None:',
+    'if not self._is_endless and not self.has_ended and self.error is None:',
     'if False:',
     'tests/apps/train/test_length.py::test_batches_of_bad_steps_at_the_end_are_left_out',
   ),
@@ -685,5 +685,28 @@ MUTANTS = (
     'if self._agrees and multihost.any_process(batch is None):',
     'if batch is None:',
     'tests/apps/train/test_length.py::test_processes_agree_on_the_end[2]',
+  ),
+  Mutant(
+    'the_watchdog_warns_once',
+    't5x_lite/runtime/watchdog.py',
+    'self._next = self._seconds + self._interval',
+    "self._next = float('inf')",
+    'tests/runtime/test_watchdog.py'
+    '::test_the_watchdog_warns_each_time_without_a_step_and_never_ends_the_run[None]',
+  ),
+  Mutant(
+    'data_that_ends_early_completes_the_run',
+    't5x_lite/apps/train/loop.py',
+    "cause = 'data_ended'",
+    "cause = 'completed'",
+    'tests/apps/train/test_length.py::'
+    'test_data_that_ends_before_the_number_of_steps_ends_the_run[undeclared]',
+  ),
+  Mutant(
+    'lost_records_are_the_end_of_the_data',
+    't5x_lite/data/global_batches.py',
+    'if self._num_read >= self._num_queued:',
+    'if True:',
+    'tests/data/test_global_batches.py::test_fewer_batches_than_were_used_are_an_error',
   ),
 )

@@ -157,6 +157,38 @@ def test_cached_logits_equal_uncached_ones(variant):
   assert all(np.all(index == lengths + 5) for index in _cache_indices(collections['cache']))
 
 
+@pytest.mark.parametrize('kernel', ['dot', 'blockwise'])
+def test_an_example_without_inputs_has_one_result(kernel):
+  """Alone, next to other examples in a packed row, with more padding, and in steps of decoding."""
+  config, module, _ = _model(num_encoder_layers=1, num_decoder_layers=1, attention_kernel=kernel)
+  params = cases.random_params(config)
+  targets = np.array([[5, 6, 7]])
+  shifted = np.array([[0, 5, 6]])
+
+  def batch_of(length):
+    return {
+      'encoder_input_tokens': np.zeros((1, length), int),
+      'decoder_input_tokens': shifted,
+      'decoder_target_tokens': targets,
+    }
+
+  encoded, want, collections = _teacher_forced(module, params, batch_of(6), 3)
+  longer = _teacher_forced(module, params, batch_of(9), 3)[1]
+  np.testing.assert_allclose(longer, want, rtol=1e-5, atol=1e-5)
+  steps, _ = _decode(module, params, collections, encoded, batch_of(6))
+  np.testing.assert_allclose(steps, want, rtol=1e-5, atol=1e-5)
+  for neighbour in ([9, 8, 7, 0, 0, 0], [3, 3, 3, 3, 0, 0]):
+    packed = {
+      'encoder_input_tokens': np.array([neighbour]),
+      'encoder_segment_ids': (np.array([neighbour]) > 0).astype(int),
+      'decoder_input_tokens': np.concatenate([[[0, 11]], shifted], 1),
+      'decoder_target_tokens': np.concatenate([[[11, 1]], targets], 1),
+      'decoder_segment_ids': np.array([[1, 1, 2, 2, 2]]),
+    }
+    logits = module.apply({'params': params}, **packed, enable_dropout=False)
+    np.testing.assert_allclose(logits[:, 2:], want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize('variant', _some('scalable-looped'))
 def test_prompts_of_one_length_keep_one_index(variant):
   """Without lengths, prompts fill their rows; the following tokens come in chunks of any size."""

@@ -22,6 +22,7 @@ from t5x_lite import checkpoints
 from t5x_lite import optimizers
 from t5x_lite import tree_utils
 from t5x_lite.errors import CheckpointError, ConfigError
+from tests.optimizers import option_values
 from tests.optimizers.contract_rows import CHECKS
 from tests.optimizers.contract_rows import ROWS
 
@@ -282,6 +283,51 @@ def test_missing_values_of_the_step_are_named(row):
       jax.eval_shape(
         lambda o, g: o.apply_gradient(g, **ROWS[row].overrides), optimizer, _grads(row)
       )
+
+
+@pytest.mark.parametrize('dtype', ['float32', pytest.param('bfloat16', marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+  'name',
+  [
+    pytest.param(name, marks=[pytest.mark.full] if name == 'distributed_shampoo' else [])
+    for name in option_values.factories()
+  ],
+)
+def test_every_option_is_stepped_twice(name, dtype):
+  """With another value than the default, an update returns a state of the same structure, shapes and dtypes."""
+  lead = [2] if name == 'dpsgd' else []
+  params = {key: jnp.ones(shape, dtype) for key, shape in option_values.SHAPES.items()}
+  grads = {key: jnp.ones([*lead, *shape], dtype) for key, shape in option_values.SHAPES.items()}
+
+  def loss_fn(params):
+    return sum(jnp.sum(jnp.square(param)) for param in jax.tree.leaves(params))
+
+  for option, arguments in option_values.calls(name):
+    optimizer_def = option_values.factories()[name](**arguments)
+    optimizer_def = optimizer_def.with_param_axes(option_values.AXES)
+
+    def step(optimizer, _):
+      known = {
+        'value': loss_fn(params),
+        'grad': grads,
+        'value_fn': loss_fn,
+        'obj_fn': loss_fn,
+        'grad_fn': lambda params, number: jax.grad(loss_fn)(params),
+      }
+      extra_args = {key: known[key] for key in optimizer.optimizer_def.extra_args}
+      if optimizer.optimizer_def.needs_learning_rate:
+        extra_args['learning_rate'] = 0.1
+      return optimizer.apply_gradient(grads, **extra_args), None
+
+    def train(params):
+      # lax.scan raises for a carry whose structure, shapes or dtypes change.
+      return jax.lax.scan(step, optimizer_def.create(params), length=2)[0]
+
+    try:
+      updated = jax.eval_shape(train, params)
+    except Exception as error:
+      raise AssertionError(f'{name}: {option}={arguments[option]!r}') from error
+    assert _signature(updated) == _signature(jax.eval_shape(optimizer_def.create, params)), option
 
 
 # ---- odd trees -------------------------------------------------------------------------------------------------------

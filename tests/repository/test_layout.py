@@ -90,6 +90,39 @@ def test_locks_have_the_tested_versions(version):
   assert f'Python {version},' in first_line
 
 
+def test_setup_accepts_the_tested_versions_and_no_later_ones():
+  setup = (_ROOT / 'setup.py').read_text()
+  minors = [int(jax_version.partition('.')[2]) for jax_version, _ in _VERSIONS.values()]
+  jax_range = f'>=0.{min(minors)},<0.{max(minors) + 1}'
+  assert re.findall(r"'jax(?:\[\w+\])?(>=[^']+)'", setup) == [jax_range] * 3
+  oldest_flax = _VERSIONS['3.11'][1]
+  newest_flax = _VERSIONS['3.13'][1]
+  assert f"'flax>={oldest_flax},<={newest_flax}'" in setup and "'numpy>=2.0,<3'" in setup
+
+
+def test_first_lock_has_the_oldest_versions_and_the_others_the_same():
+  oldest = (_ROOT / 'requirements/oldest.txt').read_text()
+  pins = _pins('3.11')
+  for package, version in re.findall(r'^([\w-]+)==(\S+)', oldest, re.MULTILINE):
+    assert pins[package] == version, package
+  assert _pins('3.12') == _pins('3.13')
+  assert _pins('core-3.14').items() <= _pins('3.13').items()
+
+
+def test_pages_name_the_tested_versions():
+  limits = (_ROOT / 'docs/limits.md').read_text()
+  for version, (jax_version, flax_version) in _VERSIONS.items():
+    assert re.search(
+      rf'^\| .*\b{version}\b.* \| tested with JAX {jax_version} and Flax {flax_version} ',
+      limits,
+      re.MULTILINE,
+    ), version
+  jax_versions = [jax_version for jax_version, _ in _VERSIONS.values()]
+  changelog = (_ROOT / 'CHANGELOG.md').read_text()
+  first, *_, last = _VERSIONS
+  assert f'Python {first} to {last}, JAX {jax_versions[0]} to {jax_versions[-1]},' in changelog
+
+
 def test_locks_of_all_pythons_pin_the_same_packages():
   assert set(_pins('3.11')) == set(_pins('3.12')) == set(_pins('3.13'))
   # The core is a part: TensorFlow and what needs it are left out.
@@ -118,10 +151,10 @@ def test_all_places_name_the_tested_pythons():
   makefile = (_ROOT / 'Makefile').read_text()
   first, last = (version.replace('.', ', ') for version in (classifiers[0], classifiers[-1]))
   assert f'({first}) <= sys.version_info[:2] <= ({last})' in makefile
-  tried = re.search(r'^FIND_PYTHON := for p in (.*); do', makefile, re.MULTILINE)[1]
+  tried = re.search(r'^  PYTHONS := (python3 .*)', makefile, re.MULTILINE)[1]
   assert re.findall(r'python(3\.\d+)', tried) == classifiers[::-1]
   listed = 'Python 3.11, 3.12 or 3.13'
-  for page in ('README.md', 'docs/first_steps.md'):
+  for page in ('README.md', 'docs/first_steps.md', 'Makefile'):
     assert listed in (_ROOT / page).read_text(), page
 
 
@@ -186,6 +219,10 @@ def test_another_python_gets_an_environment_of_its_own(tmp_path):
   another.chmod(0o755)
   (tmp_path / '.venv/bin').mkdir(parents=True)
   (tmp_path / '.venv/bin/python').symlink_to(sys.executable)
-  (tmp_path / '.venv/.installed').touch()
+  stamp = tmp_path / '.venv/.installed'
+  stamp.write_text(f'{tmp_path}\n')
   assert 'venv --clear' not in make(sys.executable)
   assert 'venv --clear' in make(another)
+  # Scripts of an environment name its folder, so that of a checkout that was moved does not work.
+  stamp.write_text('/elsewhere\n')
+  assert 'venv --clear' in make(sys.executable)

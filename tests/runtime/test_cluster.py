@@ -330,8 +330,8 @@ def test_the_port_of_process_0_must_be_free(monkeypatch):
     cluster.join(ClusterConfig(coordinator_address=address, process_count=2, process_index=0))
 
 
-@pytest.mark.parametrize('index', [0, 1])
-def test_a_process_does_not_wait_for_ever_for_the_others(index):
+@pytest.mark.parametrize('index, is_heard', [(0, True), (1, True), (1, False)])
+def test_a_process_does_not_wait_for_ever_for_the_others(index, is_heard):
   with socket.create_server(('127.0.0.1', 0)) as server:
     address = f'127.0.0.1:{server.getsockname()[1]}'
   program = f"""
@@ -339,9 +339,101 @@ from t5x_lite.runtime import cluster
 cluster.join(cluster.ClusterConfig(
     coordinator_address={address!r}, process_count=2, process_index={index}, initialization_timeout=2))
 """
-  done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, timeout=60)
+  if is_heard:
+    done = subprocess.run(
+      [sys.executable, '-c', program], capture_output=True, text=True, timeout=60
+    )
+  else:
+    reader, dead = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, '-c', program], stderr=dead, timeout=60)
+    os.close(dead)
   assert done.returncode == 75
+  if not is_heard:
+    return
   assert (
     f'process {index} of 2 (flags, address {address}) has waited 2 s for the others' in done.stderr
   )
   assert 'stack trace' not in done.stderr
+
+
+_FOLLOWS = """
+import os, signal, sys, time
+from t5x_lite.runtime import cluster
+received = []
+for number in (signal.SIGHUP, signal.SIGTERM):
+  signal.signal(number, lambda number, frame: received.append(signal.Signals(number).name))
+if sys.argv[1] == 'nohup':
+  signal.signal(signal.SIGHUP, signal.SIG_IGN)
+assert cluster.join(cluster.ClusterConfig()) is None
+time.sleep(1.0)
+print('joined', received, flush=True)
+sys.stdin.readline()
+time.sleep(2.0)
+print('received', received)
+"""
+
+
+@pytest.mark.parametrize('how, name', [('', 'SIGHUP'), ('nohup', 'SIGTERM')])
+def test_a_process_whose_launcher_was_killed_is_asked_to_stop_once(how, name):
+  with subprocess.Popen(['sleep', '600']) as launcher:
+    environment = {
+      cluster.LAUNCHED: str(launcher.pid),
+      cluster.COUNT: '1',
+      cluster.INDEX: '0',
+      cluster.ADDRESS: 'localhost:8476',
+    }
+    process = subprocess.Popen(
+      [sys.executable, '-c', _FOLLOWS, how],
+      cwd=_ROOT,
+      env=os.environ | environment | {'PYTHONPATH': str(_ROOT)},
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    assert process.stdout.readline() == 'joined []\n'
+    launcher.kill()  # Nobody waits for it yet, so that it becomes a zombie.
+    out, _ = process.communicate('killed\n', timeout=60)
+  assert out == f"received ['{name}']\n"
+
+
+@pytest.mark.parametrize(
+  'address, expected',
+  [
+    ('127.0.0.1:80', {'127.0.0.1:80'}),
+    ('[::1]:80', {'[::1]:80', '[::]:80'}),  # the second without IPv6
+    ('localhost:80', {'127.0.0.1:80', '[::1]:80'}),
+    ('192.0.2.1:80', {'[::]:80'}),  # reserved for documentation: of no machine
+    ('no.such.host.invalid:80', {'[::]:80'}),
+    ('own-name:80', {'[::]:80'}),
+  ],
+)
+def test_process_0_listens_only_where_it_must(monkeypatch, address, expected):
+  resolve = socket.getaddrinfo
+
+  def own_name(host, *args, **kwargs):
+    return resolve('127.0.1.1' if host == 'own-name' else host, *args, **kwargs)
+
+  monkeypatch.setattr(socket, 'getaddrinfo', own_name)
+  assert cluster.find_bind_address(address) in expected
+
+
+def test_a_secret_comes_from_a_private_file_or_from_launch(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  assert cluster.read_secret(None, {}) == ''
+  assert cluster.read_secret(None, {'T5X_LITE_CLUSTER_SECRET': 'abc'}) == 'abc'
+  with pytest.raises(ConfigError, match='must be a file that can be read') as caught:
+    cluster.read_secret('my secret')
+  subprocess.run(['sh', '-c', str(caught.value).partition('with: ')[2].rstrip('.')], check=True)
+  secret = cluster.read_secret('my secret', {'T5X_LITE_CLUSTER_SECRET': 'abc'})
+  assert len(secret) >= 32 and secret == cluster.read_secret('my secret')
+  os.chmod('my secret', 0o644)
+  with pytest.raises(ConfigError, match='with the permissions 644') as caught:
+    cluster.read_secret('my secret')
+  subprocess.run(['sh', '-c', str(caught.value).partition('by: ')[2].rstrip('.')], check=True)
+  assert cluster.read_secret('my secret') == secret
+  pathlib.Path('my secret').write_text('short\n')
+  with pytest.raises(ConfigError, match='at least 16 bytes, got 5') as caught:
+    cluster.read_secret('my secret')
+  subprocess.run(['sh', '-c', str(caught.value).partition('with: ')[2].rstrip('.')], check=True)
+  assert len(cluster.read_secret('my secret')) >= 32

@@ -12,6 +12,7 @@ import pytest
 from t5x_lite.errors import DataError
 from t5x_lite.runtime import connections
 from tests import processes
+from tests.runtime.fake_store import FakeStore
 
 
 @pytest.mark.parametrize(
@@ -96,3 +97,32 @@ os._exit(75)
   assert subprocess.run([sys.executable, '-c', program], timeout=60).returncode == 75
   without = program.replace('connections.hold_aborts()', '')
   assert subprocess.run([sys.executable, '-c', without], timeout=60).returncode == -signal.SIGABRT
+
+
+def test_only_signed_values_are_heard():
+  store = FakeStore()
+  own = connections.SignedStore(store, 'secret')
+  own.key_value_set('beat/0', '{"é": 1}')
+  own.key_value_set('beat/1', 'first')
+  own.key_value_set('beat/1', 'second', True)
+  with pytest.raises(RuntimeError, match='ALREADY_EXISTS'):
+    own.key_value_set('beat/1', 'third')
+  assert dict(own.key_value_dir_get('beat/')) == {'beat/0': '{"é": 1}', 'beat/1': 'second'}
+  assert own.blocking_key_value_get('beat/0', 1) == '{"é": 1}'
+  forged = [
+    '',
+    'short',
+    'x' * 100,
+    'é' * 100,
+    store.values['beat/0'],  # of another key
+    store.values['beat/1'] + ' ',
+  ]
+  other = FakeStore()
+  connections.SignedStore(other, 'other').key_value_set('beat/2', 'x')
+  for text in [*forged, other.values['beat/2']]:
+    store.values['beat/2'] = text
+    assert len(own.key_value_dir_get('beat/')) == 2
+    with pytest.raises(connections.UnsignedValueError):
+      own.blocking_key_value_get('beat/2', 1)
+  with pytest.raises(RuntimeError, match='DEADLINE'):
+    own.blocking_key_value_get('beat/3', 1)

@@ -15,6 +15,7 @@ import pytest
 
 from t5x_lite.errors import ConfigError, SaveError, StoppedOnSignalError, of_other_process
 from t5x_lite.runtime import monitor as monitor_lib
+from t5x_lite.runtime.connections import SignedStore
 from tests.runtime.fake_store import FakeStore
 
 _SECONDS = 20
@@ -37,13 +38,14 @@ def fast(monkeypatch):
 class Cluster:
   """Monitors of one run, each with the status that its process ended with."""
 
-  def __init__(self, num_processes, **options):
+  def __init__(self, num_processes, secret='', **options):
     self.store = FakeStore()
+    store = SignedStore(self.store, secret) if secret else self.store
     self.statuses: dict[int, int] = {}
     self.values_at_end: dict[int, dict[str, str]] = {}
     options = {'heartbeat_timeout_seconds': 1.0, **options}
     self.monitors = [
-      monitor_lib.Monitor(self.store, i, num_processes, exit_fn=self._exit_fn(i), **options)
+      monitor_lib.Monitor(store, i, num_processes, exit_fn=self._exit_fn(i), **options)
       for i in range(num_processes)
     ]
 
@@ -283,13 +285,6 @@ if sys.argv[1] == 'child':
   os.waitpid(child, 0)
   time.sleep(2)
   print(f'request {monitor.stops.request!r}')
-elif sys.argv[1] == 'abandoned':
-  received = []
-  for number in (signal.SIGHUP, signal.SIGTERM): signal.signal(number, lambda number, frame: received.append(number))
-  if sys.argv[2:]: signal.signal(signal.SIGHUP, signal.SIG_IGN)
-  monitor._is_abandoned_fn = lambda: True
-  time.sleep(3)
-  print('received', [signal.Signals(number).name for number in received], repr(monitor.stops.request))
 elif sys.argv[1] == 'hang':
   mutex = ctypes.create_string_buffer(64)  # locked twice, so that no handler in Python can run
   print('ready', flush=True)
@@ -314,13 +309,6 @@ def test_a_signal_to_a_child_is_not_for_the_run():
   assert process.returncode == 0 and "request ''" in out
 
 
-@pytest.mark.parametrize('nohup, name', [((), 'SIGHUP'), (('nohup',), 'SIGTERM')])
-def test_a_process_whose_launcher_was_killed_stops_once(nohup, name):
-  process = _start_with_signals('abandoned', *nohup)
-  out, _ = process.communicate(timeout=60)
-  assert process.returncode == 0 and f"received ['{name}'] '{name} to process 0'" in out
-
-
 def test_all_get_the_value_of_the_lead():
   with running(3) as cluster:
     for name in 'ab':
@@ -334,6 +322,7 @@ def test_a_second_signal_ends_a_process_whose_main_thread_hangs():
   process = _start_with_signals('hang')
   assert process.stdout.readline() == 'ready\n'
   process.terminate()
+  process.terminate()  # The same request, which came through the launcher too.
   with pytest.raises(subprocess.TimeoutExpired):
     process.wait(3)
   process.terminate()
@@ -431,3 +420,42 @@ def test_what_is_called_at_the_end_may_hang():
     cluster.monitors[1].report(RuntimeError('x'))
     assert cluster.ended(0) == {0: 1}
   assert [failure.process for failure in called] == [1]
+
+
+def test_values_of_strangers_change_nothing():
+  with running(2, heartbeat_timeout_seconds=60.0) as cluster:
+    for number, text in enumerate(
+      ['no JSON', '[]', '{}', '{"kind": "failed"}', '{"kind": "stop_at", "point": null}', 'null']
+    ):
+      cluster.store.key_value_set(f't5x_lite/message/{number}', text)
+    for name in ('0/x', 'x', '-1', '2', '7'):
+      cluster.store.key_value_set(f't5x_lite/beat/{name}', 'no JSON', True)
+    cluster.store.key_value_set(
+      't5x_lite/beat/9',
+      json.dumps({'at': 0, 'step': 1, 'phase': '', 'seconds': 0, 'limit': None, 'stage': 'ending'}),
+      True,
+    )
+    time.sleep(0.3)
+    assert not cluster.statuses and cluster.monitors[0].failure is None
+    failure = {
+      'process': 1,
+      'status': 0,
+      'error': 'a\x1b[2Jb',
+      'step': None,
+      'phase': 'x',
+      'seconds': 0,
+    }
+    cluster.store.key_value_set('t5x_lite/message/6', json.dumps({'kind': 'failed', **failure}))
+    assert set(cluster.ended(0, 1).values()) == {1}  # never 0
+    assert cluster.monitors[0].failure.error == r'a\x1b[2Jb'
+
+
+def test_processes_with_a_secret_ignore_unsigned_messages():
+  with running(2, secret='secret', heartbeat_timeout_seconds=60.0) as cluster:
+    message = json.dumps({'kind': 'stop', 'request': 'SIGTERM to process 0'})
+    cluster.store.key_value_set('t5x_lite/message/0', message)
+    time.sleep(0.3)
+    assert not any(monitor.stops.request for monitor in cluster.monitors)
+    cluster.monitors[1].report(ValueError('own'))
+    assert set(cluster.ended(0, 1).values()) == {1}
+    assert str(cluster.monitors[0].failure).endswith('ValueError: own')

@@ -83,6 +83,8 @@ def test_closing_a_terminal_only_asks_and_ignored_signals_stay_ignored():
         for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
           signal.raise_signal(number)
         print(signals.name, flush=True)
+        signal.raise_signal(signal.SIGTERM)  # the same request, passed on by the launcher
+        time.sleep(1.1)
         signal.raise_signal(signal.SIGTERM)
       """)
   out, _ = process.communicate(timeout=60)

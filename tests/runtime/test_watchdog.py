@@ -1,5 +1,6 @@
 """The watchdog: limits per activity, warnings, and the end of a process that hangs."""
 
+import contextlib
 import pathlib
 import signal
 import subprocess
@@ -123,6 +124,41 @@ def test_the_watchdog_has_a_limit_for_each_activity():
   for name in ('max_evaluation_seconds', 'max_saving_seconds'):
     with pytest.raises(ConfigError, match=f'{name}` must be .* got 0'):
       runtime.Watchdog(**{name: 0})
+
+
+@pytest.mark.parametrize('activity', ['step', 'evaluation', 'saving', 'compiling', None])
+def test_the_watchdog_warns_each_time_without_a_step_and_never_ends_the_run(activity):
+  warnings, timeouts = _Messages(), []
+  watchdog = runtime.Watchdog(
+    None, timeouts.append, warn_every_seconds=0.2, on_warning=warnings.append
+  )
+  with watchdog.watching():
+    for step in range(8):  # steps within the interval
+      watchdog.beat(step)
+      time.sleep(0.05)
+    assert not warnings
+    watchdog.beat(8)
+    with watchdog.watching(activity) if activity else contextlib.nullcontext():
+      for _ in range(16):  # beats without a completed step, as of an evaluation or a wait for data
+        watchdog.beat()
+        time.sleep(0.05)
+  watchdog.close()
+  assert len(warnings) in (3, 4) and not timeouts
+  assert all('seconds after step 8, see `warn_every_seconds`' in text for text in warnings)
+  assert [text.split('within ')[1][:3] for text in warnings[:3]] == ['0.2', '0.4', '0.6']
+
+
+def test_warnings_at_an_interval_and_the_limit_of_a_step_are_independent():
+  warnings, timeouts = _Messages(), _Messages()
+  watchdog = runtime.Watchdog(
+    0.5, timeouts.append, warn_every_seconds=0.2, on_warning=warnings.append
+  )
+  with watchdog.watching():
+    timeouts.wait(1)
+  watchdog.close()
+  assert len(warnings) >= 3 and 'max_step_seconds' in timeouts[0]
+  with pytest.raises(ConfigError, match='warn_every_seconds` must be .* got 0'):
+    runtime.Watchdog(warn_every_seconds=0)
 
 
 def _run(code, **kwargs):

@@ -286,6 +286,12 @@ def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     help='index of this process, from 0; environment: JAX_PROCESS_ID',
   )
   group.add_argument(
+    '--cluster_secret_file',
+    metavar='FILE',
+    help='file with a secret that only you can read, the same on all processes; they then ignore what others '
+    'send to their port. `t5x_lite launch` makes a secret itself',
+  )
+  group.add_argument(
     '--initialization_timeout',
     type=int,
     default=names.INITIALIZATION_TIMEOUT,
@@ -344,7 +350,12 @@ def join_cluster(arguments: argparse.Namespace) -> None:
       mode=mode,
       **{
         name: getattr(arguments, name)
-        for name in (*place, 'initialization_timeout', 'heartbeat_timeout_seconds')
+        for name in (
+          *place,
+          'cluster_secret_file',
+          'initialization_timeout',
+          'heartbeat_timeout_seconds',
+        )
       },
     )
   )

@@ -39,6 +39,8 @@ from t5x_lite.types import PyTree
 DEFAULT_SEED = 0
 # Valid random seeds.
 SEED = checks.number(at_least=0, below=2**32, integer=True).or_none()
+# Beginning of the names of the optimizer's arrays in a state.
+_PARAM_STATES = 'state/param_states/'
 # Fields of a network's configuration that do not change the meaning of its parameters.
 _FIELDS_OF_A_RUN = frozenset(
   {
@@ -314,6 +316,7 @@ def check_start(
       is_resuming=start.resumes,
       may_begin=for_training,
       network=config,
+      optional=optional_states(start, state_shape),
     )
   except checkpoints.ValuesNeededError as error:
     logging.getLogger(__name__).warning(
@@ -350,6 +353,19 @@ def _check_tied_logits(path: str, config: StackConfig, network: Mapping[str, Any
       f'`{type(config).__name__}.scale_tied_logits` must be {scaled} for {path!r}, whose tied logits '
       f'are {how}, got {config.scale_tied_logits}. Set it to {scaled}.'
     )
+
+
+def optional_states(start: StartingPoint, state_shape: PyTree) -> dict[str, dict[str, Any]]:
+  """Return the arrays that a run may have or lack when it resumes, see `OptimizerDef.optional_states`; {} otherwise."""
+  if not start.resumes or isinstance(state_shape, InferenceState):
+    return {}
+  optimizer_def = state_shape.optimizer_def
+  state = optimizers.OptimizerState(step=state_shape.step, param_states=state_shape.param_states)
+  found = {}
+  for beginning, added in optimizer_def.optional_states(state).items():
+    values = {f'{_PARAM_STATES}{name}': value for name, value in added.items()}
+    found[f'{_PARAM_STATES}{beginning}'] = values
+  return found
 
 
 def make_state(
@@ -401,6 +417,7 @@ def make_state(
       initial_state_fn=None if init_rng is None else initial_state,
       from_params_fn=from_params_fn,
       is_resuming=start.resumes,
+      optional=optional_states(start, shapes),
     )
     state = shapes.restore_state(restored.state)
   if not partitioner.params_on_devices:

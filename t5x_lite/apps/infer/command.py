@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import io
+import logging
 import os
 import shutil
 import sys
@@ -27,6 +28,8 @@ _PLACEHOLDERS = {
   'DROPOUT_RATE': '0.0',
   'INITIAL_CHECKPOINT_PATH': "'none'",
 }
+# Sources whose tasks may have files of records, see `data.file_task`.
+_SOURCES_OF_FILES = ('builtin', 'grain')
 _HEADER = """
 from __gin__ import dynamic_registration
 from t5x_lite import data
@@ -60,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     '--input',
     metavar='FILE',
     help='read inputs from this file instead of a task: one input per line, or one JSON object per '
-    "line with the text in 'inputs' (and 'targets' to score them); - is standard input. Lines that "
+    "line with the text in 'inputs' (and 'targets' to score them), or under the keys of the run's "
+    'file_task; - is standard input. Tables and compressed files are errors. Lines that '
     'cannot be read are skipped with a warning',
   )
   texts.add_argument(
@@ -175,4 +179,32 @@ def _infer(arguments: argparse.Namespace, folder: str, name: str) -> list[str]:
   settings = {
     f'--gin.{name}': value for name, value in configuration.settings(_NOT_SETTINGS).items()
   }
-  return configuration.call(settings=settings)
+  arguments_of_input = {}
+  if arguments.input is not None:
+    arguments_of_input['dataset_cfg'] = _with_keys_of_task(configuration)
+  return configuration.call(settings=settings, **arguments_of_input)
+
+
+def _with_keys_of_task(configuration: Any) -> Any:
+  """Return the options of the input, with the keys of JSON lines that the task of the training has."""
+  import dataclasses
+
+  from t5x_lite import data
+
+  cfg = configuration.argument('dataset_cfg')
+  if not isinstance(cfg, data.TextFileConfig) or not cfg.is_jsonl:
+    return cfg
+  try:
+    found = configuration.bound_in_scopes(data.DatasetConfig, ('', 'train'))
+    # Tasks of other sources have no files of records, and their modules may import TensorFlow.
+    if found.get('source') not in _SOURCES_OF_FILES:
+      return cfg
+    keys = data.record_keys(found.get('mixture_or_task_name'), found.get('module'))
+  except Exception as error:  # the module of a task is any code, and may be absent on this machine
+    logging.getLogger(__name__).info(
+      'The keys of JSON lines in the task of the run are unknown (%s: %s).',
+      type(error).__name__,
+      str(error).partition('\n')[0],
+    )
+    return cfg
+  return dataclasses.replace(cfg, task_keys=keys)

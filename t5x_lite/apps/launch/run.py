@@ -8,6 +8,7 @@ import contextlib
 import os
 import pathlib
 import re
+import secrets
 import shlex
 import shutil
 import signal
@@ -21,6 +22,7 @@ from typing import BinaryIO
 from t5x_lite import checks
 from t5x_lite.errors import ConfigError
 from t5x_lite.runtime import cluster_environment as names
+from t5x_lite.standard_streams import write_without_waiting
 
 # After the failure of a process, the others have this time to end, and the same time again after SIGTERM.
 _END_SECONDS = 15.0
@@ -74,6 +76,7 @@ def launch(
     names.ADDRESS: f'127.0.0.1:{port or _free_port()}',
     names.COUNT: str(num_processes),
     names.LAUNCHED: str(os.getpid()),
+    names.SECRET: secrets.token_hex(32),
     names.COMMAND: shlex.join(sys.orig_argv),
     'PYTHONUNBUFFERED': '1',
   }
@@ -143,8 +146,7 @@ def _wait(processes: Sequence[subprocess.Popen]) -> int:
 
 
 def _say(text: str) -> None:
-  with contextlib.suppress(OSError):
-    os.write(2, f't5x_lite launch: {text}.\n'.encode())
+  write_without_waiting(f't5x_lite launch: {text}.\n')
 
 
 def _send(processes: Sequence[subprocess.Popen], number: int) -> None:

@@ -14,7 +14,7 @@ from t5x_lite import multihost
 from t5x_lite import runtime
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.common import waiting
-from t5x_lite.errors import DataError, DataStalledError
+from t5x_lite.errors import DataStalledError
 from t5x_lite.types import Batch
 
 T = TypeVar('T')
@@ -33,7 +33,8 @@ class TrainBatches:
   The first batch of the run and after a rollback has no limit, since shuffle buffers and caches are filled.
   With several processes, errors are raised at once and stop requests wait for the batch, since no process can stop
   alone. If the data may end earlier on one process than on another, they agree on the end before each step, and batches
-  that the others have beyond it are not used.
+  that the others have beyond it are not used. The end of the data is no error: the run ends at the same step on all
+  processes.
 
   Batches are counted from the beginning of the data, so that a run that rolls back skips the batches of bad steps.
 
@@ -50,7 +51,6 @@ class TrainBatches:
     facts: Mapping[str, Any],
     first_step: int,
     ends_wait: Callable[[], bool] = lambda: False,
-    may_end: bool = False,
     max_batch_seconds: float | None = None,
     on_wait: Callable[[], None] = lambda: None,
     is_computing: Callable[[], bool] = lambda: False,
@@ -66,7 +66,6 @@ class TrainBatches:
       facts: `facts` at the save that the run resumes from; empty for a new run.
       first_step: step at which the run begins.
       ends_wait: returns whether the wait for a batch must end, for the run to stop.
-      may_end: whether the data may end; otherwise its end is an error.
       max_batch_seconds: maximum wait for a batch after the first; None for no limit.
       on_wait: called repeatedly during a wait.
       is_computing: returns whether the device still computes a step, so that no time is lost by waiting.
@@ -76,8 +75,9 @@ class TrainBatches:
     """
     self.error: Exception | None = None
     self.has_ended = False
-    self._may_end = may_end
-    self._agrees = may_end and jax.process_count() > 1 and not batches.ends_together
+    # A source that calls itself endless may have ended before.
+    self._is_endless = batches.is_endless and 'data_ended_at' not in facts
+    self._agrees = jax.process_count() > 1 and not batches.ends_together
     self._batches = batches
     self._should_stop = should_stop
     self._ends_wait = ends_wait
@@ -87,7 +87,6 @@ class TrainBatches:
     self._phase_fn = phase_fn
     self._warning_seconds = warning_seconds
     self._clock = clock
-    self._num_batches = 0
     # True until the first batch after the source was opened.
     self._is_opening = True
     # Number of the newest batch that was taken from the source.
@@ -150,12 +149,12 @@ class TrainBatches:
     return self.has_ended or self.error is not None or self._should_stop()
 
   def reached_end(self) -> bool:
-    """Return whether the data has ended; if it may end, wait until it is known whether another batch follows.
+    """Return whether the data has ended; unless it is endless, wait until it is known whether another batch follows.
 
     With several processes, all must call it together. A stop request ends the wait, and so does an error, as in
     `__next__`.
     """
-    if self._may_end and not self.has_ended and self.error is None:
+    if not self._is_endless and not self.has_ended and self.error is None:
       try:
         self._skip()
         self._wait(self._batches.knows_next)
@@ -179,13 +178,12 @@ class TrainBatches:
       batch = self._take()
     except _StopRequested:
       raise StopIteration from None
+    except StopIteration:
+      self.has_ended = True
+      raise
     except Exception as error:
-      if isinstance(error, StopIteration) and self._may_end:
-        self.has_ended = True
-        raise
       self._keep(error)
       raise StopIteration from None
-    self._num_batches += 1
     self._numbers.append(self._number)
     return batch
 
@@ -194,11 +192,6 @@ class TrainBatches:
     if jax.process_count() > 1 or isinstance(error, trainer_lib.PreemptionError):
       raise error
     self.error = error
-    if isinstance(error, StopIteration):
-      self.error = DataError(
-        f"The training data must repeat, got the end of the data after {self._num_batches} of the run's batches. Let "
-        'the iterator repeat its data, or set DatasetConfig.num_epochs for data that ends the run.'
-      )
 
   def _skip(self) -> None:
     """Take the next batches as long as they belong to bad steps."""

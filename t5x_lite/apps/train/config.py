@@ -70,6 +70,7 @@ class TrainConfig(RunConfig):
   max_step_seconds: float | None
   max_evaluation_seconds: float | None
   max_saving_seconds: float | None
+  warn_every_seconds: float | None
   max_store_seconds: float
   spool_dir: str | None
   profile_steps: Sequence[int] | runtime.ProfileConfig | None
@@ -138,13 +139,6 @@ class TrainConfig(RunConfig):
     if self.infer_eval_dataset_cfg is not None:
       found[INFERENCE_EVAL] = when(self.infer_eval_period or self.eval_period)
     return found | {each.name: each.when for each in self.evaluations}
-
-  @property
-  def may_end(self) -> bool:
-    """Whether the end of the training data ends the run; otherwise it is an error."""
-    return self.train_dataset_cfg.num_epochs is not None or (
-      self.total_steps is None and self.relative_steps is None
-    )
 
   @property
   def longest_period(self) -> int:

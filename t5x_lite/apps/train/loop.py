@@ -64,6 +64,7 @@ class TrainLoop:
     start: starting point of the run.
     plan_fn: returns the stretches after a step.
     last_step: step at which the run ends; `math.inf` if no number of steps ends it.
+    configured_last_step: the same without regard to data that has ended before the run was resumed.
     facts: facts of the run that checkpoints record.
     first_data_state: position in the data at the start; None if no rollback can need it.
     progress: log and progress line.
@@ -87,6 +88,7 @@ class TrainLoop:
   start: start_lib.StartingPoint
   plan_fn: Callable[[int], Iterator[Stretch]]
   last_step: float
+  configured_last_step: float
   facts: dict[str, Any]
   first_data_state: Any
   progress: runtime.Progress
@@ -109,6 +111,8 @@ class TrainLoop:
     self._stop = Stop.CONTINUE
     self._interrupted = ''
     self._unknown_metrics: set[str] = set()
+    # Step of the newest results of each evaluation.
+    self._evaluated_at: dict[str, int] = {}
     # Error of a user's function that ends the run.
     self._error: Exception | None = None
     # True if the state is not finite and the policy allows no further rollback.
@@ -212,6 +216,8 @@ class TrainLoop:
     if self.batches.has_ended or self._stop == Stop.EARLY:
       last_step = step
       names = tuple(name for name, when in whens.items() if when.is_due(step, step))
+      if step == stretch.first:  # The data has ended after a step with evaluations.
+        names = tuple(name for name in names if self._evaluated_at.get(name) != step)
 
     def is_met(when):
       if when.condition is None or when.is_due_at_end(step, last_step):
@@ -374,7 +380,19 @@ class TrainLoop:
     if self.batches.error is not None:
       self.progress.log(f'The training data failed after step {trainer.step:,}; {where}')
       raise self.batches.error
-    self.events.stop('completed' if self._has_last_step else 'action')
+    is_early = self.batches.has_ended and trainer.step < self.configured_last_step < math.inf
+    if is_early:
+      cause = 'data_ended'
+    elif self._has_last_step:
+      cause = 'completed'
+    else:
+      cause = 'action'
+    self.events.stop(cause)
+    if is_early:
+      self.progress.log(
+        f'Ended at step {trainer.step:,} of {self.configured_last_step:,}: data_ended, the training data has no '
+        'further batch.'
+      )
     return trainer.step, trainer.train_state
 
   # ---- Parts ---------------------------------------------------------------------------------------------------------
@@ -425,6 +443,7 @@ class TrainLoop:
           self._request_stop(self.evaluations.evaluate(at_end))
           names += at_end
         self.evaluation_due = ()
+        self._evaluated_at |= dict.fromkeys(names, self.trainer.step)
         if record_metrics and self.saves is not None:
           self.saves.record_metrics(self.trainer.step)
       except EvaluationInterrupted:
@@ -522,6 +541,7 @@ class TrainLoop:
     )
     self.events.step = point.step
     self._first_step = point.step
+    self._evaluated_at.clear()
     self.evaluation_due = ()
     self._stretches = self.plan_fn(point.step)
     self._begin_progress(point.step)

@@ -90,6 +90,7 @@ def train(
   max_step_seconds: float | None = None,
   max_evaluation_seconds: float | None = None,
   max_saving_seconds: float | None = None,
+  warn_every_seconds: float | None = None,
   max_store_seconds: float = 300.0,
   spool_dir: str | None = None,
   profile_steps: Sequence[int] | runtime.ProfileConfig | None = None,
@@ -121,7 +122,8 @@ def train(
     total_steps: step at which the run ends, counted from the model's first step; the step of the checkpoint, or 0,
       trains no step, e.g. to evaluate with `run_eval_before_training`. None with `relative_steps`, or to
       train until the data ends (`DatasetConfig.num_epochs`), an action ends the run, or a signal stops it. Data that
-      ends before this step ends the run in the same way: with an evaluation and a save.
+      ends before this step ends the run in the same way, with an evaluation and a save, and with the cause
+      'data_ended' in the last log line and in `events.jsonl`.
     eval_steps: maximum number of batches per teacher-forced evaluation; None for the entire split.
     eval_period: number of steps between evaluations; None evaluates only after the last step, which is always
       evaluated. 0 evaluates at no step except with `run_eval_before_training` and `infer_eval_period`.
@@ -152,6 +154,8 @@ def train(
       step takes longer than 10 minutes and than 20 times the median.
     max_evaluation_seconds: the same limit for a batch of an evaluation; None warns after 30 minutes.
     max_saving_seconds: the same limit for the time that training waits for a save; None warns after 30 minutes.
+    warn_every_seconds: warn with the stacks of all threads each time that this time passes without a completed step,
+      whatever the run does, and never end the run; independent of the limits above. None for no such warnings.
     max_store_seconds: how long a request to an object store is repeated if it fails for a temporary reason.
     spool_dir: local folder that keeps the newest checkpoint if an object store does not take it; the next run with this
       folder copies it to the store. With several processes, all must share it.
@@ -348,12 +352,12 @@ def train(
       ends_wait=lambda: signals.ends_waits,
       facts=facts if has_position else {},
       first_step=first_step,
-      may_end=cfg.may_end,
       max_batch_seconds=cfg.max_batch_seconds,
       on_wait=on_wait,
       is_computing=is_computing,
       phase_fn=events.phase,
     )
+    configured_last_step = last_step
     # The run may have been stopped before this step's evaluation.
     last_step, evaluation_due = _find_end(last_step, train_batches, facts, start, cfg.whens)
     manager = None
@@ -403,6 +407,7 @@ def train(
     del restored, run_data, state_shape  # Frees their memory for the loop.
     collect_garbage = stack.enter_context(runtime.manual_gc(cfg.gc_period > 0))
     stack.callback(watchdog.close)
+    watchdog.start()
     stack.callback(profiler.close)
     loop = TrainLoop(
       cfg=cfg,
@@ -416,6 +421,7 @@ def train(
       start=start,
       plan_fn=plan_fn,
       last_step=last_step,
+      configured_last_step=configured_last_step,
       facts=facts,
       first_data_state=first_data_state,
       progress=progress,
@@ -461,6 +467,7 @@ def _make_watchdog(cfg: TrainConfig, events: runtime.EventLog) -> runtime.Watchd
     cfg.max_step_seconds,
     max_evaluation_seconds=cfg.max_evaluation_seconds,
     max_saving_seconds=cfg.max_saving_seconds,
+    warn_every_seconds=cfg.warn_every_seconds,
     phase_fn=events.phase,
     **options,
   )

@@ -21,7 +21,6 @@ saves. `OptaxStatePartitionRules.register` adds a rule for a custom class.
 
 from collections.abc import Callable, Mapping
 import dataclasses
-import sys
 from typing import Any, ClassVar
 
 import jax
@@ -164,23 +163,20 @@ class OptaxStatePartitionRules:
     """Return the rule for a class or for its nearest base class with a rule."""
     for known_class in state_class.__mro__:
       if known_class not in cls._RULES and known_class.__module__.partition('.')[0] == 'optax':
-        cls._add_optax_rules()
+        cls._add_optax_rule(known_class)
       if known_class in cls._RULES:
         return cls._RULES[known_class]
     return None
 
   @classmethod
-  def _add_optax_rules(cls) -> None:
-    """Add the rules for imported classes of optax that have no user's rule."""
-    for module_name, rows in OPTAX_STATES.items():
-      for name, row in rows.items():
-        state_class = getattr(sys.modules.get(module_name), name, None)
-        if state_class is None or state_class in cls._RULES:
-          continue
-        if callable(row):
-          cls._RULES[state_class] = row
-        elif set(row) == set(kinds.fields_of(state_class) or ()):
-          cls._RULES[state_class] = _rule_by_fields(name, row)
+  def _add_optax_rule(cls, state_class: type) -> None:
+    """Add the rule for a class of optax if the table has one for its name and fields."""
+    name = state_class.__name__
+    row = OPTAX_STATES.get(name)
+    if callable(row):
+      cls._RULES[state_class] = row
+    elif row is not None and set(row) == set(kinds.fields_of(state_class) or ()):
+      cls._RULES[state_class] = _rule_by_fields(name, row)
 
 
 def _rule_by_fields(name: str, field_kinds: Mapping[str, str]) -> StateRule:

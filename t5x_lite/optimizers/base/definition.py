@@ -201,6 +201,19 @@ class OptimizerDef(abc.ABC):
     del state
     return {}
 
+  def optional_states(self, state: OptimizerState) -> dict[str, dict[str, Any]]:
+    """Return the arrays that a run may have or lack when it resumes, because an option of the optimizer may change.
+
+    Args:
+      state: the state, or its shapes.
+
+    Returns:
+      Beginning of the arrays' names in 'param_states' of the state dict to the values of added arrays by name, NumPy
+      arrays; {} for arrays that this state does not have.
+    """
+    del state
+    return {}
+
   def gradient_evidence(self, grads: Params, new_state: OptimizerState) -> PyTree:
     """Return real or complex arrays that contain a non-finite number if and only if a gradient does.
 
@@ -521,3 +534,4 @@ def _in_containers_of(target: PyTree, grads: PyTree) -> PyTree:
 # T5X's names for use in annotations.
 OptimizerType = Optimizer
 OptimizerDefType = OptimizerDef
+OptimizerStateType = OptimizerState

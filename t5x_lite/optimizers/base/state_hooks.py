@@ -6,7 +6,8 @@ part of a partition. Every optimizer that contains a state of a registered class
 * metrics of the last update, and lines for the log made from their values;
 * the parameters for evaluation, if these are not the trained ones;
 * the reason why the trainer does not support the state;
-* the count at which the next update evaluates its learning-rate schedule.
+* the count at which the next update evaluates its learning-rate schedule;
+* a field that a resumed run may have although its checkpoint lacks it, and the reverse.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
+from t5x_lite import tree_utils
 from t5x_lite.types import Params, PyTree
 
 # Function from a state to scalar arrays by name.
@@ -40,6 +42,8 @@ class _Hooks:
   eval_params_fn: EvalParamsFn | None = None
   unsupported_reason: str | None = None
   schedule_count_fn: Callable[[Any], jax.Array] | None = None
+  optional_field: str = ''
+  added_fn: Callable[[Any], PyTree] | None = None
 
 
 _HOOKS: dict[type, _Hooks] = {}
@@ -102,6 +106,50 @@ def register_schedule_count(
     schedule_count_fn: from a state to the count for the next update, an int32 scalar.
   """
   _register(state_class, schedule_count_fn=schedule_count_fn)
+
+
+def register_optional_field(
+  state_class: type, field: str, added_fn: Callable[[Any], PyTree]
+) -> None:
+  """Register a field of a state that depends on an option which may change when a run is resumed.
+
+  Args:
+    state_class: class of the state, a named tuple whose field is None without the option.
+    field: name of the field.
+    added_fn: from the field's shapes to its values, NumPy arrays, in a run whose checkpoint lacks it.
+  """
+  _register(state_class, optional_field=field, added_fn=added_fn)
+
+
+def optional_states(param_states: PyTree) -> dict[str, dict[str, Any]]:
+  """Return the optional fields of all states in `param_states`, see `register_optional_field`.
+
+  Args:
+    param_states: arrays or shapes of the states.
+
+  Returns:
+    Beginning of the names of a field's arrays to the values of an added field, NumPy arrays by name: {} if the state
+    does not have the field.
+  """
+
+  def has_optional_field(node: Any) -> bool:
+    return type(node) in _HOOKS and bool(_HOOKS[type(node)].optional_field)
+
+  found = {}
+  for name, state in tree_utils.named_leaves(param_states, has_optional_field):
+    if not has_optional_field(state):
+      continue
+    hooks = _HOOKS[type(state)]
+    assert hooks.added_fn is not None  # `register_optional_field` sets both
+    start = f'{name}/{hooks.optional_field}/'
+    value = getattr(state, hooks.optional_field)
+    added = {}
+    if value is not None:
+      added = {
+        f'{start}{leaf}': array for leaf, array in tree_utils.named_leaves(hooks.added_fn(value))
+      }
+    found[start] = added
+  return found
 
 
 def _states(param_states: PyTree) -> list[tuple[Any, _Hooks]]:

@@ -187,6 +187,15 @@ class MultiOptimizer(definition.OptimizerDef):
     """Names of the values that any part needs."""
     return tuple(dict.fromkeys(name for part in self.sub_optimizers for name in part.extra_args))
 
+  def optional_states(self, state: definition.OptimizerState) -> dict[str, dict[str, Any]]:
+    """See base class."""
+    found = {}
+    for part in self._parts(state):
+      for start, added in part.optimizer_def.optional_states(part.state).items():
+        values = {f'{part.entry}/{name}': value for name, value in added.items()}
+        found[f'{part.entry}/{start}'] = values
+    return found
+
   def metrics(self, state: definition.OptimizerState) -> dict[str, jax.Array]:
     """Return the metrics of the parts, scalar arrays, as `<name of the part>/<metric>`."""
     return {

@@ -1,4 +1,4 @@
-"""Constructors of optax's optimizers whose originals do not accept a schedule, a scalar or the values of a step.
+"""Constructors of optax's optimizers whose originals do not accept a schedule, a scalar, a dtype or a step's values.
 
 They return optax transformations, which `factories` wraps.
 """
@@ -36,6 +36,55 @@ def noisy_sgd(learning_rate, eta=0.01, gamma=0.55, key=None, *, seed=None):
     key = 0
   return optax.chain(
     optax.add_noise(eta, gamma, key),
+    optax.scale_by_learning_rate(learning_rate),
+  )
+
+
+def ademamix(
+  learning_rate,
+  b1=0.9,
+  b2=0.999,
+  b3=0.9999,
+  alpha=5.0,
+  eps=1e-8,
+  eps_root=0.0,
+  mu_dtype=None,
+  weight_decay=0.0,
+  mask=None,
+):
+  """AdamW with a second, slower average of the gradients (Pagliardini et al. 2024).
+
+  Args:
+    learning_rate: a number or a schedule.
+    b1: decay of the fast average of the gradients.
+    b2: decay of the second moment.
+    b3: decay of the slow average, a number or a schedule.
+    alpha: factor of the slow average, a number or a schedule.
+    eps: added to the root of the second moment.
+    eps_root: added to the second moment under the root.
+    mu_dtype: dtype of both averages; None means that of the parameters.
+    weight_decay: factor of the decoupled weight decay, a number or a schedule.
+    mask: tree of bools like the parameters, or a function that returns one, True where weights decay.
+
+  Returns:
+    The transformation.
+  """
+  scale = optax.contrib.scale_by_ademamix(b1, b2, b3, alpha, eps, eps_root)
+
+  def narrow(state):
+    # Optax has no second moment in float32 with narrow averages, and returns averages in the dtype of the updates. A
+    # second moment in bfloat16 would not decay, since a change of one thousandth is rounded away.
+    return state._replace(
+      m1=optax.tree.cast(state.m1, mu_dtype), m2=optax.tree.cast(state.m2, mu_dtype)
+    )
+
+  def update(updates, state, params=None):
+    updates, state = scale.update(updates, state, params)
+    return updates, narrow(state)
+
+  return optax.chain(
+    optax.GradientTransformation(lambda params: narrow(scale.init(params)), update),
+    optax.add_decayed_weights(weight_decay, mask),
     optax.scale_by_learning_rate(learning_rate),
   )
 

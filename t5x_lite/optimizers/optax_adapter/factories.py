@@ -437,7 +437,7 @@ yogi = _wrap(optax.yogi, 'trainer', is_elementwise=True)
 # ---- optax.contrib ---------------------------------------------------------------------------------------------------
 
 acprop = _wrap(optax.contrib.acprop, 'trainer', is_elementwise=True)
-ademamix = _wrap(optax.contrib.ademamix, 'trainer', is_elementwise=True)
+ademamix = _wrap(constructors.ademamix, 'trainer', is_elementwise=True)
 adopt = _wrap(optax.contrib.adopt, 'trainer', is_elementwise=True)
 cocob = _wrap(
   optax.contrib.cocob,

@@ -395,6 +395,10 @@ class OptaxWrapper(definition.OptimizerDef):
 
     tree_utils.map_with_names(check, params, updates)
 
+  def optional_states(self, state: definition.OptimizerState) -> dict[str, dict[str, Any]]:
+    """See base class."""
+    return state_hooks.optional_states(state.param_states)
+
   def metrics(self, state: definition.OptimizerState) -> dict[str, jax.Array]:
     """Return the metrics of the states of the transformation; see `register_state_metrics`."""
     return state_hooks.metrics_of(state.param_states)

@@ -53,8 +53,10 @@ class ScaledAdamClipState(NamedTuple):
   """Clipping of one group.
 
   Attributes:
-    model_norms: float32 [clipping_update_period], latest norms; that of step t is at t % clipping_update_period.
-    threshold: float32 scalar, norm above which gradients are scaled down; 0 in the first period.
+    model_norms: float32 [clipping_update_period], latest norms; that of step t is at t % clipping_update_period. -1 for
+      steps before a resumed run got its `clipping_scale`.
+    threshold: float32 scalar, norm above which gradients are scaled down; 0 in the first period, -1 after clipping was
+      added to a run until there are norms of a full period.
     num_clipped: int32 scalar, number of clipped steps since the threshold was set.
     clip_scale: float32 scalar, factor of the last gradient.
     norm: float32 scalar, norm of the last gradient.
@@ -103,6 +105,35 @@ def init_clip_state(options: GroupOptions) -> ScaledAdamClipState:
   )
 
 
+def added_clip_state(shapes: ScaledAdamClipState) -> ScaledAdamClipState:
+  """Return the clipping state of a group whose run had no clipping before it was resumed.
+
+  Args:
+    shapes: arrays or shapes of the state.
+
+  Returns:
+    The state, with NumPy arrays; gradients are not clipped until norms of a full period are known.
+  """
+
+  def full(leaf: Any, value: float) -> np.ndarray:
+    return np.full(leaf.shape, value, leaf.dtype)
+
+  initial = jax.tree.map(lambda leaf: full(leaf, 0), shapes)
+  dominant = initial.dominant
+  if dominant is not None:
+    dominant = dominant._replace(
+      step=full(dominant.step, -1),
+      layer=full(dominant.layer, -1),
+      clip_scale=full(dominant.clip_scale, 1),
+    )
+  return initial._replace(
+    model_norms=full(shapes.model_norms, -1),
+    threshold=full(shapes.threshold, -1),
+    clip_scale=full(shapes.clip_scale, 1),
+    dominant=dominant,
+  )
+
+
 def clip(
   plan: GroupPlan,
   state: ScaledAdamClipState,
@@ -132,7 +163,8 @@ def clip(
   model_norms = jnp.where(is_this_step, norm, state.model_norms)
 
   # ---- Once per period: sorted norms and threshold. ----
-  is_report = is_recorded & (count % period == 0)
+  has_period = ~jnp.any(model_norms < 0)
+  is_report = is_recorded & (count % period == 0) & has_period
   indices = np.array([min(period - 1, (period // 4) * n) for n in range(5)])
   quartiles = jax.lax.cond(
     is_report, lambda: jnp.sort(model_norms)[indices], lambda: state.quartiles
@@ -144,7 +176,7 @@ def clip(
   num_clipped = jnp.where(is_report, 0, state.num_clipped)
 
   ratio = threshold / (norm + 1e-20)
-  is_clipped = (count >= period) & (ratio < 1.0)  # never for NaN
+  is_clipped = (count >= period) & (threshold >= 0) & (ratio < 1.0)  # never for NaN
   scale = jnp.where(is_clipped, ratio, 1.0)
   dominant = state.dominant
   if dominant is not None:
@@ -210,6 +242,7 @@ def metrics_of(groups: Mapping[str, Any], count: Array) -> dict[str, Array]:
       name: getattr(clipping, name)
       for name in ('norm', 'clip_scale', 'threshold', 'percent_clipped')
     }
+    values['threshold'] = jnp.maximum(clipping.threshold, 0)
     quartiles = _quartiles_so_far(clipping, count)
     values |= {f'norm_{name}': quartiles[i] for i, name in enumerate(_QUARTILES)}
     if clipping.dominant is not None:
@@ -238,6 +271,7 @@ def _quartiles_so_far(clipping: ScaledAdamClipState, count: Array) -> Array:
     norms = jnp.where(
       jnp.arange(period) < num_recorded, jnp.roll(clipping.model_norms, -1), jnp.inf
     )
+    norms = jnp.maximum(norms, 0)
     norms = jnp.where(num_recorded == 0, clipping.norm, jnp.sort(norms))
     last = jnp.maximum(num_recorded - 1, 0)
     return norms[(last * jnp.arange(5)) // 4]

@@ -22,6 +22,7 @@ from t5x_lite.optimizers.axes.rules import OptaxStatePartitionRules
 from t5x_lite.optimizers.base import definition
 from t5x_lite.optimizers.base import scalars
 from t5x_lite.optimizers.base.param_scales import ParamScales
+from t5x_lite.optimizers.base.state_hooks import register_optional_field
 from t5x_lite.optimizers.base.state_hooks import register_schedule_count
 from t5x_lite.optimizers.base.state_hooks import register_state_metrics
 from t5x_lite.optimizers.optax_adapter.wrapper import OptaxWrapper
@@ -97,7 +98,8 @@ def scaled_adam(
     learning_rate: number or schedule of the step (from 0); None means the trainer's. It is relative to the size of the
       parameters and much higher than for other optimizers: 0.03, the original's default, and decreasing.
     clipping_scale: gradients are scaled down to a norm of at most this times the median of recent norms (2.0 is usual);
-      the norm weights each gradient by its parameter's root mean square. None means no clipping and no report.
+      the norm weights each gradient by its parameter's root mean square. None means no clipping and no report. A
+      resumed run may add, change or remove it; if it is added, clipping starts after a full period of norms.
     betas: decay per step of momentum and of squared gradients, 0 < betas[0] <= betas[1] < 1.
     scalar_lr_scale: factor on the learning rate for the sizes of parameters and for parameters of one element.
     eps: added to the roots in denominators.
@@ -331,6 +333,7 @@ def _derive_axes(state: ScaledAdamState, params_axes: LogicalAxes) -> ScaledAdam
 
 
 OptaxStatePartitionRules.register(ScaledAdamState, _derive_axes)
+register_optional_field(sizes_lib.ScaledAdamGroupState, 'clipping', report_lib.added_clip_state)
 register_schedule_count(ScaledAdamState, lambda state: state.count)
 register_state_metrics(
   ScaledAdamState,

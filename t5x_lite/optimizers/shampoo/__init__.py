@@ -7,6 +7,7 @@ https://arxiv.org/abs/1802.09568.
 `config` has the options, `blocks` splits and preconditions parameters, `roots` and `root_plan` compute the roots,
 `grafting` sets the length of updates, `state` and `quantize` define the state, `update` is the step, `sharded` the step
 whose statistics are one stack over all devices, and `placement` gives each device the blocks that belong to its
+matrices. `preconditioner` has the blocks and statistics of one parameter as lists, and `symmetric` the padding of
 matrices.
 """
 
@@ -19,12 +20,18 @@ import optax
 
 from t5x_lite.optimizers.optax_adapter.factories import wrap_optax_optimizer
 from t5x_lite.optimizers.optax_adapter.param_scales import Scaling
+from t5x_lite.optimizers.shampoo.blocks import merge_small_dims
 from t5x_lite.optimizers.shampoo.config import GraftingType
 from t5x_lite.optimizers.shampoo.config import ShampooConfig
 from t5x_lite.optimizers.shampoo.config import parse_graft_type
 from t5x_lite.optimizers.shampoo.config import parse_partition_spec
 from t5x_lite.optimizers.shampoo.config import parse_precision
+from t5x_lite.optimizers.shampoo.preconditioner import BlockPartitioner
+from t5x_lite.optimizers.shampoo.preconditioner import Preconditioner
 from t5x_lite.optimizers.shampoo.quantize import QuantizedValue
+from t5x_lite.optimizers.shampoo.roots import mat_power
+from t5x_lite.optimizers.shampoo.roots import matrix_inverse_pth_root
+from t5x_lite.optimizers.shampoo.roots import power_iteration
 from t5x_lite.optimizers.shampoo.sharded import sharded_transformation
 from t5x_lite.optimizers.shampoo.state import GlobalShardedParameterStats
 from t5x_lite.optimizers.shampoo.state import InitFnState
@@ -33,20 +40,38 @@ from t5x_lite.optimizers.shampoo.state import ParameterStats
 from t5x_lite.optimizers.shampoo.state import ShampooState
 from t5x_lite.optimizers.shampoo.state import ShardedShampooStats
 from t5x_lite.optimizers.shampoo.state import TrainingMetrics
+from t5x_lite.optimizers.shampoo.symmetric import make_sliced_padding
+from t5x_lite.optimizers.shampoo.symmetric import materialize_matrix_from_concat
+from t5x_lite.optimizers.shampoo.symmetric import num_blocks_from_total_blocks
+from t5x_lite.optimizers.shampoo.symmetric import pad_block_symmetric_matrix
+from t5x_lite.optimizers.shampoo.symmetric import pad_square_matrix
+from t5x_lite.optimizers.shampoo.symmetric import pad_vector
 from t5x_lite.optimizers.shampoo.update import LearningRate
 from t5x_lite.optimizers.shampoo.update import plain_transformation
 
 __all__ = [
+  'BlockPartitioner',
   'GlobalShardedParameterStats',
   'GraftingType',
   'InitFnState',
   'LocalShardedParameterStats',
   'ParameterStats',
+  'Preconditioner',
   'QuantizedValue',
   'ShampooState',
   'ShardedShampooStats',
   'TrainingMetrics',
   'distributed_shampoo',
+  'make_sliced_padding',
+  'mat_power',
+  'materialize_matrix_from_concat',
+  'matrix_inverse_pth_root',
+  'merge_small_dims',
+  'num_blocks_from_total_blocks',
+  'pad_block_symmetric_matrix',
+  'pad_square_matrix',
+  'pad_vector',
+  'power_iteration',
 ]
 
 

@@ -251,22 +251,29 @@ def make_layout(
     return BlockLayout(shape, (), block_size)
   merged_shape = shape
   if merge_dims:
-    merged_shape = merge_small_dims(shape, block_size)
+    merged_shape = tuple(merge_small_dims(shape, block_size))
   return BlockLayout(shape, merged_shape, block_size)
 
 
-def merge_small_dims(shape: Sequence[int], largest: int) -> tuple[int, ...]:
-  """Return dims with adjacent ones merged while the product is at most `largest`, and without dims of 1.
+def merge_small_dims(shape_to_merge: Sequence[int], max_dim: int) -> list[int]:
+  """Return dims with adjacent ones merged while the product is at most `max_dim`, and without dims of 1.
+
+  Args:
+    shape_to_merge: the shape.
+    max_dim: largest merged dim; larger dims stay.
+
+  Returns:
+    The merged shape: [1] if all dims are 1, [] for a scalar.
 
   >>> merge_small_dims([1, 2, 512, 1, 2048, 1, 3, 4], 1024)
-  (1024, 2048, 12)
+  [1024, 2048, 12]
   >>> merge_small_dims([1, 1], 4)
-  (1,)
+  [1]
   """
   merged = []
   product = 1
-  for dim in shape:
-    if product * dim <= largest:
+  for dim in shape_to_merge:
+    if product * dim <= max_dim:
       product *= dim
       continue
     if product > 1:
@@ -274,7 +281,9 @@ def merge_small_dims(shape: Sequence[int], largest: int) -> tuple[int, ...]:
     product = dim
   if product > 1:
     merged.append(product)
-  return tuple(merged) or (1,)
+  if merged or not shape_to_merge:
+    return merged
+  return [1]
 
 
 def _pieces_of_dim(dim: int, block_size: int) -> list[tuple[int, int, int]]:

@@ -23,11 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_lite import checks
+from t5x_lite.optimizers.shampoo import symmetric
 
 METHODS = ('coupled_newton', 'eigh', 'auto')
 
-# Limits of the coupled Newton iteration and the power iteration: number of steps; and the error, or change of the
-# estimate, below which they stop.
+# Limits of the coupled Newton iteration and the power iteration, unless they are given: number of steps; and the error,
+# or change of the estimate, below which they stop.
 _MAX_ITERATIONS = 100
 _TOLERANCE = 1e-6
 # The coupled Newton iteration stops if its error grows by more than this factor; smaller growth may be temporary.
@@ -48,6 +49,8 @@ class RootOptions:
     precision: precision of the matrix products.
     padded_size: size to which the original would pad the matrix, or None for no padding.
     pad_value: value on the padded diagonal: 1, or 0 for quantized statistics.
+    num_iters: `coupled_newton`: limit of the number of iterations.
+    error_tolerance: `coupled_newton`: error below which the iteration stops.
   """
 
   method: str = 'coupled_newton'
@@ -55,6 +58,8 @@ class RootOptions:
   precision: lax.PrecisionLike = lax.Precision.HIGHEST
   padded_size: int | None = None
   pad_value: float = 1.0
+  num_iters: int = _MAX_ITERATIONS
+  error_tolerance: float = _TOLERANCE
 
   def num_padded(self, size: int) -> int:
     """Return the size of the block that pads a matrix of this size.
@@ -69,6 +74,44 @@ class RootOptions:
     if self.padded_size is None:
       return 0
     return self.padded_size - size
+
+
+def matrix_inverse_pth_root(
+  matrix: jax.Array,
+  p: int | jax.Array,
+  num_iters: int = _MAX_ITERATIONS,
+  ridge_epsilon: float = 1e-6,
+  error_tolerance: float = _TOLERANCE,
+  precision: lax.PrecisionLike = lax.Precision.HIGHEST,
+) -> tuple[jax.Array, jax.Array]:
+  """Compute `(matrix + ridge I)^(-1/p)` by the coupled Newton iteration, as the original implementation.
+
+  The computation is in float32, or in float64 if `jax_enable_x64` is on.
+
+  Args:
+    matrix: <float>[n, n], symmetric positive semidefinite; or its blocks, see `materialize_matrix_from_concat`.
+    p: positive integer, or an int32 scalar array.
+    num_iters: limit of the number of iterations.
+    ridge_epsilon: ridge relative to the largest eigenvalue, or to 1e-6 if that is larger.
+    error_tolerance: the iteration stops when the largest entry of `root^p matrix - I` is not above this.
+    precision: precision of the matrix products.
+
+  Returns:
+    The root, in the dtype of `matrix`, and its error, a float32 scalar.
+
+  >>> root, error = matrix_inverse_pth_root(jnp.diag(jnp.array([4.0, 9.0])), 2)
+  >>> root.round(3).tolist(), bool(error < 1e-4)
+  ([[0.5, 0.0], [0.0, 0.333...]], True)
+  """
+  if matrix.shape[-2] != matrix.shape[-1]:
+    matrix = symmetric.materialize_matrix_from_concat(matrix)
+  options = RootOptions(
+    num_iters=num_iters,
+    ridge_epsilon=ridge_epsilon,
+    error_tolerance=error_tolerance,
+    precision=precision,
+  )
+  return inverse_pth_root(matrix, p, options)
 
 
 def inverse_pth_root(
@@ -110,14 +153,23 @@ def _root_dtype() -> jnp.dtype:
 def _root_of_scalar(matrix, p, ridge_epsilon):
   """Return the root of a 1 x 1 matrix and its error, 0 or NaN."""
   wide = matrix.astype(_root_dtype())
-  ridge = ridge_epsilon * jnp.maximum(power_iteration(wide), _MIN_LARGEST_EIGENVALUE)
+  _, largest = power_iteration(wide)
+  ridge = ridge_epsilon * jnp.maximum(largest, _MIN_LARGEST_EIGENVALUE)
   root = (wide + ridge) ** (-1 / jnp.asarray(p, wide.dtype))
   error = jnp.where(jnp.isfinite(root[0, 0]), 0.0, jnp.nan).astype(jnp.float32)
   return root.astype(matrix.dtype), error
 
 
-def power_iteration(matrix: jax.Array, options: RootOptions = RootOptions()) -> jax.Array:
-  """Return an estimate of the largest eigenvalue, by power iteration from a fixed start vector.
+def power_iteration(
+  matrix: jax.Array,
+  num_iters: int = _MAX_ITERATIONS,
+  error_tolerance: float = _TOLERANCE,
+  precision: lax.PrecisionLike = lax.Precision.HIGHEST,
+  *,
+  num_padded: int = 0,
+  pad_value: float = 1.0,
+) -> tuple[jax.Array, jax.Array]:
+  """Return an eigenvector and the largest eigenvalue, estimated by power iteration from a fixed start vector.
 
   The iteration stops when two estimates differ by no more than an absolute tolerance, hence early for tiny matrices,
   as in the original. A padding block, a multiple of the identity, does not change the direction of the vector's lower
@@ -125,14 +177,17 @@ def power_iteration(matrix: jax.Array, options: RootOptions = RootOptions()) -> 
 
   Args:
     matrix: <float>[n, n], symmetric positive semidefinite.
-    options: precision and padding.
+    num_iters: limit of the number of iterations.
+    error_tolerance: change of the eigenvalue at which the iteration stops.
+    precision: precision of the matrix products.
+    num_padded: size of the padding block.
+    pad_value: its multiple of the identity.
 
   Returns:
-    <float>[], the eigenvalue; 0 for a zero matrix.
+    The eigenvector <float>[n], of length 1 together with its part in the padding, and the eigenvalue <float>[]; zeros
+    for a zero matrix.
   """
   size = matrix.shape[-1]
-  num_padded = options.num_padded(size)
-  pad_value = options.pad_value
   start = np.random.RandomState(1729).uniform(-1.0, 1.0, size + num_padded).astype(matrix.dtype)
   pad_norm = jnp.asarray(np.linalg.norm(start[size:]), matrix.dtype)
 
@@ -141,28 +196,30 @@ def power_iteration(matrix: jax.Array, options: RootOptions = RootOptions()) -> 
     norm = jnp.sqrt(jnp.sum(vector * vector) + pad_norm * pad_norm)
     vector = vector / norm
     pad_norm = pad_norm / norm
-    product = jnp.matmul(matrix, vector, precision=options.precision)
-    quotient = jnp.vdot(vector, product, precision=options.precision)
+    product = jnp.matmul(matrix, vector, precision=precision)
+    quotient = jnp.vdot(vector, product, precision=precision)
     estimate = quotient + pad_value * pad_norm * pad_norm
-    has_changed = jnp.abs(estimate - old) > _TOLERANCE
+    has_changed = jnp.abs(estimate - old) > error_tolerance
     return i + 1, product, pad_value * pad_norm, estimate, has_changed
 
   def continues(state):
-    return (state[0] < _MAX_ITERATIONS) & state[-1]
+    return (state[0] < num_iters) & state[-1]
 
   zero = jnp.zeros([], matrix.dtype)
   state = (jnp.int32(0), jnp.asarray(start[:size]), pad_norm, zero, jnp.bool_(True))
-  return lax.while_loop(continues, body, state)[3]
+  _, vector, pad_norm, eigenvalue, _ = lax.while_loop(continues, body, state)
+  norm = jnp.sqrt(jnp.sum(vector * vector) + pad_norm * pad_norm)
+  return vector / jnp.where(norm > 0, norm, 1), eigenvalue
 
 
-def matrix_power(
-  matrix: jax.Array, p: int | jax.Array, precision: lax.PrecisionLike = lax.Precision.HIGHEST
+def mat_power(
+  mat_m: jax.Array, p: int | jax.Array, precision: lax.PrecisionLike = lax.Precision.HIGHEST
 ) -> jax.Array:
-  """Compute `matrix^p` by repeated squaring.
+  """Compute `mat_m^p` by repeated squaring.
 
   Args:
-    matrix: <float>[..., n, n].
-    p: positive integer; if it is traced, a loop over its bits costs two more products.
+    mat_m: <float>[..., n, n].
+    p: integer >= 0; if it is traced, a loop over its bits costs two more products.
     precision: precision of the matrix products.
 
   Returns:
@@ -172,26 +229,28 @@ def matrix_power(
   def multiply(a, b):
     return jnp.matmul(a, b, precision=precision)
 
+  identity = jnp.broadcast_to(jnp.eye(mat_m.shape[-1], dtype=mat_m.dtype), mat_m.shape)
   if isinstance(p, (int, np.integer)):
+    if p == 0:
+      return identity
     power = None
     while True:
       if p % 2 and power is None:
-        power = matrix
+        power = mat_m
       elif p % 2:
-        power = multiply(matrix, power)
+        power = multiply(mat_m, power)
       p //= 2
       if not p:
         assert power is not None  # `p` is positive, so that its last bit is 1.
         return power
-      matrix = multiply(matrix, matrix)
+      mat_m = multiply(mat_m, mat_m)
 
   def body(state):
-    p, power, matrix = state
-    power = jnp.where(p % 2 == 1, multiply(matrix, power), power)
-    return p // 2, power, multiply(matrix, matrix)
+    p, power, square = state
+    power = jnp.where(p % 2 == 1, multiply(square, power), power)
+    return p // 2, power, multiply(square, square)
 
-  identity = jnp.broadcast_to(jnp.eye(matrix.shape[-1], dtype=matrix.dtype), matrix.shape)
-  return lax.while_loop(lambda state: state[0] > 0, body, (p, identity, matrix))[1]
+  return lax.while_loop(lambda state: state[0] > 0, body, (p, identity, mat_m))[1]
 
 
 def coupled_newton_root(
@@ -217,8 +276,10 @@ def coupled_newton_root(
   identity = jnp.eye(matrix.shape[-1], dtype=wide.dtype)
   order = jnp.asarray(p, wide.dtype)
   alpha = -1 / order
-  largest = jnp.maximum(power_iteration(wide, options), _MIN_LARGEST_EIGENVALUE)
-  ridge = options.ridge_epsilon * largest
+  _, largest = power_iteration(
+    wide, precision=precision, num_padded=num_padded, pad_value=options.pad_value
+  )
+  ridge = options.ridge_epsilon * jnp.maximum(largest, _MIN_LARGEST_EIGENVALUE)
 
   def error_of(m, pad_m):
     error = jnp.max(jnp.abs(m - identity))
@@ -230,14 +291,14 @@ def coupled_newton_root(
     i, m, pad_m, h, _, error, _ = state
     factor = (1 - alpha) * identity + alpha * m
     pad_factor = (1 - alpha) + alpha * pad_m
-    new_m = jnp.matmul(matrix_power(factor, p, precision), m, precision=precision)
+    new_m = jnp.matmul(mat_power(factor, p, precision), m, precision=precision)
     new_pad_m = pad_factor**order * pad_m
     new_h = jnp.matmul(h, factor, precision=precision)
     new_error = error_of(new_m, new_pad_m)
     return i + 1, new_m, new_pad_m, new_h, h, new_error, new_error < error * _MAX_ERROR_GROWTH
 
   def continues(state):
-    return (state[0] < _MAX_ITERATIONS) & (state[-2] > _TOLERANCE) & state[-1]
+    return (state[0] < options.num_iters) & (state[-2] > options.error_tolerance) & state[-1]
 
   damped = wide + ridge * identity
   # [] Frobenius norm of the damped matrix with its padding, an upper bound of the largest eigenvalue.
@@ -314,7 +375,7 @@ def eigh_root(
     return i + 1, root, excess, jnp.max(jnp.abs(excess)), error
 
   def excess_of(root):
-    power = matrix_power(root, p, options.precision)
+    power = mat_power(root, p, options.precision)
     return multiply(scaled, power * scales) - identity
 
   root = jnp.diag(damped ** (-1 / order)) + differences * gap

@@ -126,6 +126,34 @@ infer_script.infer.mode = 'predict_with_aux'
   assert status == 2 and 'has no config.gin' in err
 
 
+def test_json_lines_with_the_keys_of_the_run_and_labels_of_any_type(tmp_path, run, capsys):
+  own = tmp_path / 'own'
+  own.mkdir()
+  (own / 'checkpoint_2').symlink_to(run / 'checkpoint_2')
+  config = (run / 'config.gin').read_text() + (
+    "MIXTURE_OR_TASK_NAME = 'questions_of_records'\nDATA_SOURCE = 'grain'\n"
+    "MIXTURE_OR_TASK_MODULE = 'PLACE'\n"
+  )
+  rows = [{'question': 'a', 'answer': 'b', 'inputs': 'c'}, {'question': 'd', 'answer': [5]}]
+  text = ''.join(json.dumps(row) + '\n' for row in rows)
+  (tmp_path / 'in.jsonl').write_text(text)
+  flags = [f'--input={tmp_path}/in.jsonl', f'--output={tmp_path}/out.jsonl']
+  (own / 'config.gin').write_text(config.replace('PLACE', 'tests.apps.infer.record_task'))
+  status, out, err = _main(capsys, own, *flags)
+  assert status == 0 and '[5]' in out, err
+  assert [row['inputs'] for row in _read(tmp_path / 'out.jsonl')] == [
+    {'inputs_pretokenized': 'a', 'targets_pretokenized': 'b'},
+    {'inputs_pretokenized': 'd', 'targets_pretokenized': [5]},
+  ]
+  # A machine without the module of the task reads the usual keys, as before.
+  (own / 'config.gin').write_text(config.replace('PLACE', 'no_such_module'))
+  (tmp_path / 'in.jsonl').write_text('{"inputs": "c", "targets": {"x": 1}}\n')
+  flags[1] = f'--output={tmp_path}/other.jsonl'
+  status, _, err = _main(capsys, own, *flags)
+  assert status == 0 and 'keys of JSON lines in the task of the run are unknown' in err
+  assert _read(tmp_path / 'other.jsonl')[0]['inputs']['targets_pretokenized'] == {'x': 1}
+
+
 def test_pipes(tmp_path, run, capsys, monkeypatch):
   monkeypatch.chdir(tmp_path)
   text = '{"question": "a <extra_id_0>", "id": 3}\nbroken\n'
@@ -202,6 +230,10 @@ def test_workers_of_a_task_by_gin_files(tmp_path, run, capsys):
     (
       ['{run}', '--input={empty}', '--output={out}'],
       ['empty.txt', 'at least one usable line, but it is empty'],
+    ),
+    (
+      ['{run}', '--input={table}', '--output={out}'],
+      ['in.csv must be one input per line, but it is a table', 'or pass --input_format=text'],
     ),
     (
       ['{run}', '--input={in}', '--output={out}', '--input_format=jsonl'],
@@ -303,6 +335,7 @@ def test_workers_of_a_task_by_gin_files(tmp_path, run, capsys):
 def test_bad_input_is_rejected_before_any_compute(tmp_path, run, capsys, flags, fragments):
   (tmp_path / 'in.txt').write_text('a line\n')
   (tmp_path / 'empty.txt').write_text('')
+  (tmp_path / 'in.csv').write_text('inputs,targets\na,b\n')
   (tmp_path / 'workers.gin').write_text(
     'from __gin__ import dynamic_registration\nfrom t5x_lite.apps import infer as infer_script\n'
     'infer_script.infer.num_shards = 4\n'
@@ -312,6 +345,7 @@ def test_bad_input_is_rejected_before_any_compute(tmp_path, run, capsys, flags, 
     '{tmp}': tmp_path,
     '{in}': tmp_path / 'in.txt',
     '{empty}': tmp_path / 'empty.txt',
+    '{table}': tmp_path / 'in.csv',
     '{out}': tmp_path / 'out',
     '{workers}': tmp_path / 'workers.gin',
   }
@@ -327,7 +361,12 @@ def test_bad_input_is_rejected_before_any_compute(tmp_path, run, capsys, flags, 
   assert len(message) < 900 and 'Traceback' not in err and 'ompil' not in err
   for fragment in fragments:
     assert fragment in message
-  assert sorted(path.name for path in tmp_path.iterdir()) == ['empty.txt', 'in.txt', 'workers.gin']
+  assert sorted(path.name for path in tmp_path.iterdir()) == [
+    'empty.txt',
+    'in.csv',
+    'in.txt',
+    'workers.gin',
+  ]
   assert (tmp_path / 'in.txt').read_text() == 'a line\n'
 
 

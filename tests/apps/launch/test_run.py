@@ -1,10 +1,12 @@
 """Several processes of one command on this machine. Those of a run are in tests/multiprocess."""
 
+import fcntl
 import os
 import pathlib
 import signal
 import subprocess
 import sys
+import termios
 import textwrap
 import time
 
@@ -121,6 +123,60 @@ def test_signals_are_passed_on(number):
   out, err = process.communicate(timeout=60)
   assert sorted(out.splitlines()) == [f'[process {i}] got {int(number)}' for i in range(2)]
   assert process.returncode == 75 and 'the others end' not in err
+
+
+# A run that takes two seconds to save.
+_SAVES = """
+    import sys, time
+    from t5x_lite import runtime
+    with runtime.StopSignals() as signals:
+      print('ready', flush=True)
+      while not signals.requested: time.sleep(0.01)
+      print('saving', flush=True)
+      time.sleep(2)
+    print('saved', flush=True)
+    sys.exit(75)
+    """
+
+
+def test_a_signal_to_the_launcher_and_its_processes_is_one_signal():
+  process = _launch(_SAVES, 2)
+  for _ in range(2):
+    assert 'ready' in process.stdout.readline()
+  children = pathlib.Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text().split()
+  assert len(children) == 2
+  for receiver in (process.pid, *map(int, children)):  # as systemd does
+    os.kill(receiver, signal.SIGTERM)
+  out, err = process.communicate(timeout=60)
+  assert process.returncode == 75, err
+  assert sorted(line.split()[-1] for line in out.splitlines()) == ['saved'] * 2 + ['saving'] * 2
+
+
+def test_a_second_ctrl_c_in_a_terminal_ends_all_at_once():
+  master, slave = os.openpty()
+  process = subprocess.Popen(
+    [
+      *(sys.executable, '-m', 't5x_lite', 'launch', '-n', '2', '--'),
+      *(sys.executable, '-c', textwrap.dedent(_SAVES)),
+    ],
+    stdin=slave,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.DEVNULL,
+    text=True,
+    env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+    start_new_session=True,
+    preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+  )
+  os.close(slave)
+  for line in ('ready', 'saving'):
+    if line == 'saving':
+      os.write(master, b'\x03')
+    for _ in range(2):
+      assert line in process.stdout.readline()
+  os.write(master, b'\x03')
+  out, _ = process.communicate(timeout=60)
+  assert process.returncode == 128 + signal.SIGINT and 'saved' not in out
+  os.close(master)
 
 
 @pytest.mark.parametrize(

@@ -65,11 +65,12 @@ def test_each_activity_is_watched_as_itself(tmp_path, monkeypatch):
     max_step_seconds=700,
     max_evaluation_seconds=800,
     max_saving_seconds=900,
+    warn_every_seconds=950,
   )
   assert seen.pop('wait') <= {'saving', None}  # without a limit where nothing is left to wait for
   assert seen == {'observe': {'step'}, 'eval': {'evaluation'}, 'save': {'saving'}, 'finish': {None}}
-  names = ('max_step_seconds', 'max_evaluation_seconds', 'max_saving_seconds')
-  assert [limits[name] for name in names] == [700, 800, 900]
+  names = ('max_step_seconds', 'max_evaluation_seconds', 'max_saving_seconds', 'warn_every_seconds')
+  assert [limits[name] for name in names] == [700, 800, 900, 950]
   completed = [(name, step) for name, step in steps if step is not None]
   assert activities == [None] and completed[-1][1] == 4
   assert 'watchdog' not in [thread.name for thread in threading.enumerate()]

@@ -144,16 +144,72 @@ def test_without_a_limit_a_run_continues_until_an_action_or_a_signal(tmp_path, c
     'action',
     'signal',
   ]
-  # Data that ends without being asked to is an error if the number of steps is set.
-  with pytest.raises(DataError, match='must repeat.*or set DatasetConfig.num_epochs'):
-    toy_run.train(
-      tmp_path,
-      99,
-      get_dataset_fn=lambda cfg, *args, **kwargs: data.open_train_iterator(
-        toy_run.dataset('train', num_epochs=2), *args, **kwargs
-      ),
-      **kwargs,
-    )
+
+
+def _last_stop(model_dir):
+  """Return step and cause of the last stop of a run."""
+  events = runtime.read_events(model_dir / runtime.EVENTS_FILE)
+  stop = [event for event in events if event.kind == 'stop'][-1]
+  return stop.step, stop.details['cause']
+
+
+_ENDED = 'Ended at step 15 of 99: data_ended, the training data has no further batch.'
+
+
+@pytest.mark.parametrize('kind', ['num_epochs', 'undeclared', 'called_endless'])
+def test_data_that_ends_before_the_number_of_steps_ends_the_run(whole, tmp_path, capsys, kind):
+  def open_iterator(cfg, *args, **kwargs):
+    iterator = data.open_train_iterator(toy_run.dataset('train', num_epochs=2), *args, **kwargs)
+    iterator.is_endless = kind == 'called_endless'
+    return iterator
+
+  options = {}
+  num_epochs = 2
+  if kind != 'num_epochs':
+    options = {'get_dataset_fn': open_iterator}
+    num_epochs = None
+  assert _train(tmp_path, num_epochs, 99, **options)[0] == 15
+  toy_run.assert_same_run(tmp_path, whole, 15)
+  assert checkpoints.all_steps(tmp_path) == [6, 12, 15]
+  assert _last_stop(tmp_path) == (15, 'data_ended')
+  assert capsys.readouterr().err.rstrip().endswith(_ENDED)
+  # A restart ends at once with the same line, without compiling or evaluating.
+  lines = toy_run.lines(tmp_path)
+  assert _train(tmp_path, num_epochs, 99, **options)[0] == 15 and toy_run.lines(tmp_path) == lines
+  err = capsys.readouterr().err
+  assert err.rstrip().endswith(_ENDED) and _last_stop(tmp_path) == (15, 'data_ended')
+  assert 'Compiled' not in err and 'Loaded' not in err
+
+
+def test_data_that_ends_after_a_step_with_evaluation_is_not_evaluated_twice(tmp_path):
+  def open_iterator(cfg, *args, **kwargs):
+    iterator = data.open_train_iterator(toy_run.dataset('train', num_epochs=2), *args, **kwargs)
+    iterator.is_endless = True
+    return iterator
+
+  _train(tmp_path, None, 99, get_dataset_fn=open_iterator, eval_period=5)
+  rows = toy_run.lines(tmp_path)['training_eval/letters']
+  assert [row['step'] for row in rows] == [5, 10, 15]
+  assert _last_stop(tmp_path) == (15, 'data_ended')
+
+
+def test_an_error_of_the_source_is_not_the_end_of_the_data(tmp_path):
+  def open_iterator(*args, **kwargs):
+    iterator, left = data.open_train_iterator(*args, **kwargs), [3]
+
+    class Fails(type(iterator)):
+      def __next__(self):
+        left[0] -= 1
+        if left[0] < 0:
+          raise DataError('fewer records than recorded')
+        return super().__next__()
+
+    iterator.__class__ = Fails
+    return iterator
+
+  with pytest.raises(DataError, match='fewer records than recorded'):
+    _train(tmp_path, 2, 99, get_dataset_fn=open_iterator)
+  assert _last_stop(tmp_path)[1] == 'error' and checkpoints.all_steps(tmp_path) == [3]
 
 
 def test_data_without_a_batch(tmp_path):
@@ -169,6 +225,7 @@ class _Batches:
   """Batches 1 to `num` of a process whose data does not end together with that of another one."""
 
   ends_together = False
+  is_endless = False
 
   def __init__(self, num):
     self.left = num
@@ -201,7 +258,7 @@ def test_processes_agree_on_the_end(monkeypatch, other_ends_after):
   monkeypatch.setattr(train_batches.multihost, 'any_process', any_process)
   num_taken = [0]
   batches = train_batches.TrainBatches(
-    _Batches(3), should_stop=lambda: False, facts={}, first_step=0, may_end=True
+    _Batches(3), should_stop=lambda: False, facts={}, first_step=0
   )
   while not batches.has_ended:
     if next(batches, None) is not None:
@@ -217,7 +274,7 @@ def test_processes_agree_on_the_end(monkeypatch, other_ends_after):
 def test_batches_of_bad_steps_at_the_end_are_left_out():
   facts = {'batch_number': 1, 'left_out_batches': [3, 4]}
   batches = train_batches.TrainBatches(
-    _Batches(3), should_stop=lambda: False, facts=facts, first_step=1, may_end=True
+    _Batches(3), should_stop=lambda: False, facts=facts, first_step=1
   )
   assert not batches.reached_end() and next(batches)
   assert batches.facts == {'batch_number': 2, 'left_out_batches': [3, 4]}

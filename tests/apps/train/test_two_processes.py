@@ -39,7 +39,7 @@ _PROGRAM = '''
 
     for _ in range(2):
       step, _ = toy_run.train(
-          model_dir + '-ended', None, get_dataset_fn=open_ending, infer_eval_dataset_cfg=None, partitioner=partitioner,
+          model_dir + '-ended', 99, get_dataset_fn=open_ending, infer_eval_dataset_cfg=None, partitioner=partitioner,
           **{**stopped_run.COMMON, 'eval_period': None})
       print('ended at step', step, flush=True)
     # Both see that the loss is not finite, roll back to the same checkpoint, and end alike.
@@ -58,13 +58,14 @@ def test_two_processes_equal_one(tmp_path):
     assert 'the loss of step 10 is not finite' in output
     assert 'resumes from step 8, the newest sound checkpoint' in output
     assert output.count('ended at step 4') == 2
+  assert outputs[0].count('Ended at step 4 of 99: data_ended') == 2
   assert checkpoints.all_steps(tmp_path / 'two-ended') == [3, 4]
   assert [
     row['step'] for row in toy_run.lines(tmp_path / 'two-ended')['training_eval/letters']
   ] == [4]
   events = list(runtime.read_events(tmp_path / 'two-ended' / runtime.EVENTS_FILE))
   assert [(event.process, event.details['cause']) for event in events if event.kind == 'stop'] == [
-    (0, 'completed')
+    (0, 'data_ended')
   ] * 2
   outputs = [output.partition('now diverging')[0] for output in outputs]
   assert (tmp_path / 'two/checkpoint_9/UNSOUND').exists()

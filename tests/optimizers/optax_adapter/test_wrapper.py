@@ -236,3 +236,19 @@ def test_narrow_parameters_accumulate_small_updates_in_float32_statistics():
   average = optimizer.state.param_states.ema['p']
   assert average.dtype == jnp.float32 and optimizer.target['p'].dtype == jnp.bfloat16
   np.testing.assert_allclose(average, 1 - 0.999**3, rtol=1e-5)
+
+
+def test_ademamix_has_narrow_averages_and_a_second_moment_in_float32():
+  """In bfloat16 a second moment would stay where it is, since a change of one thousandth is rounded away."""
+  params = {'w': jnp.ones((3,))}
+  exact, narrow = (
+    optimizers.ademamix(0.1, mu_dtype=dtype).create(params) for dtype in (None, 'bfloat16')
+  )
+  for grad in (3.0, 0.0, 0.0):
+    exact, narrow = (
+      optimizer.apply_gradient({'w': jnp.full((3,), grad)}) for optimizer in (exact, narrow)
+    )
+  state = narrow.state.param_states[0]
+  assert (state.m1['w'].dtype, state.m2['w'].dtype) == (jnp.bfloat16, jnp.bfloat16)
+  np.testing.assert_allclose(state.nu['w'], 9 * 0.001 * 0.999**2, rtol=1e-6)
+  np.testing.assert_allclose(narrow.target['w'], exact.target['w'], rtol=0.01)

@@ -182,6 +182,10 @@ def test_spread_roots_without_a_full_first_step():
     np.testing.assert_allclose(matrix, root, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.skipif(
+  jax.__version__.startswith('0.11.'),
+  reason='its compiler crashes for `jax.shard_map` with an array of zero elements',
+)
 @pytest.mark.parametrize(
   'options',
   [

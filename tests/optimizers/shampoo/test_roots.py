@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from t5x_lite.errors import ConfigError
+from t5x_lite.optimizers import shampoo
 from t5x_lite.optimizers.shampoo import roots
 from tests.optimizers.shampoo import roots_cases as cases
 
@@ -91,8 +92,37 @@ def test_power_iteration_gives_the_recorded_eigenvalues():
   arrays = cases.load('invroot_matrices')
   for (size, condition), eigenvalue in zip(arrays['index'], arrays['power_iter_f32'], strict=True):
     if size in (2, 5, 64):
-      estimate = jax.jit(roots.power_iteration)(arrays[f'A/{size}_{condition}'])
+      matrix = arrays[f'A/{size}_{condition}']
+      vector, estimate = jax.jit(roots.power_iteration)(matrix)
       np.testing.assert_allclose(estimate, eigenvalue, rtol=2e-6)
+      np.testing.assert_allclose(np.linalg.norm(vector), 1, rtol=1e-6)
+      # The iteration stops at the tolerance of the eigenvalue, which is its square in the vector.
+      assert np.linalg.norm(matrix @ vector - estimate * vector) < 0.05 * estimate
+
+
+def test_the_names_and_signatures_of_the_original():
+  matrix = cases.load('invroot_matrices')['A/8_2']
+  vector, value = shampoo.power_iteration(matrix, num_iters=1000, error_tolerance=0.0)
+  values, vectors = np.linalg.eigh(matrix)
+  np.testing.assert_allclose(value, values[-1], rtol=1e-5)
+  np.testing.assert_allclose(np.abs(vector @ vectors[:, -1]), 1, rtol=1e-5)
+  assert not np.any(shampoo.power_iteration(jnp.zeros([3, 3]))[0])
+  for p in (0, 1, 5):
+    want = np.linalg.matrix_power(matrix, p)
+    for order in (p, jnp.int32(p)):
+      np.testing.assert_allclose(shampoo.mat_power(matrix, order), want, rtol=1e-4, atol=1e-6)
+  root, error = shampoo.matrix_inverse_pth_root(matrix, 4, ridge_epsilon=1e-6)
+  expected, reported = cases.root_fn()(matrix, jnp.int32(4))
+  np.testing.assert_allclose(root, expected, rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose(error, reported, atol=1e-6)
+  assert shampoo.matrix_inverse_pth_root(matrix, 4, num_iters=1)[1] > error
+  assert shampoo.matrix_inverse_pth_root(matrix, 4, error_tolerance=0.5)[1] > error
+  blocks = np.concatenate([matrix[:4, :4], matrix[4:, :4], matrix[4:, 4:]], axis=1)
+  np.testing.assert_allclose(
+    shampoo.matrix_inverse_pth_root(blocks, 2)[0],
+    shampoo.matrix_inverse_pth_root(matrix, 2)[0],
+    rtol=1e-5,
+  )
 
 
 def _padded_root(matrix, p, padded_size, pad_value, num_iters=100, tolerance=1e-6):
