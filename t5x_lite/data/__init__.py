@@ -55,6 +55,7 @@ __getattr__, __dir__, __all__ = lazy_names(
       'open_train_iterator',
       'read_task_texts',
       'verify_matching_vocabs',
+      'with_earlier_sentinels',
     ),
     't5x_lite.data.positions': ('shard_rows',),
     't5x_lite.data.records': ('read_tsv',),

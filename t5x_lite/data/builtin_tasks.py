@@ -23,7 +23,6 @@ import dataclasses
 import functools
 import hashlib
 import math
-import re
 from typing import Any, TypeVar
 
 import numpy as np
@@ -36,6 +35,10 @@ from t5x_lite.data import span_corruption
 from t5x_lite.data.features import trim
 from t5x_lite.data.interfaces import MetricFn
 from t5x_lite.data.interfaces import identity_postprocess
+from t5x_lite.data.text_ids import as_ids
+from t5x_lite.data.text_ids import encode_text
+from t5x_lite.data.text_ids import encode_with_sentinel
+from t5x_lite.data.text_ids import has_sentinel
 from t5x_lite.data.text_metrics import edit_similarity
 from t5x_lite.data.text_metrics import exact_match
 from t5x_lite.data.vocabularies import ByteVocabulary
@@ -46,13 +49,14 @@ from t5x_lite.errors import ConfigError, DataError, did_you_mean
 
 NOISE_DENSITY = 0.15
 MEAN_NOISE_SPAN_LENGTH = 3.0
-_SENTINEL_TEXT = re.compile(r'<extra_id_(\d{1,9})>')
 # Offset of the seeds that seqio passes to `denoise` in the task of the same name: 42 per preprocessor before the cache,
 # then two for each random preprocessor before it (the chunk, the split).
 _DENOISE_SEED_OFFSET = 2 * 42 + 4
 
 
 _Found = TypeVar('_Found', bound=Sized)
+# Function from a text to ids.
+_EncodeFn = Callable[[Any], Sequence[int]]
 
 
 class ExampleTable(abc.ABC):
@@ -84,6 +88,11 @@ class ExampleTable(abc.ABC):
     """Task feature name to the end-of-sequence id that trimmed examples keep."""
     return {}
 
+  @property
+  def earlier(self) -> 'ExampleTable | None':
+    """The table with the ids of earlier versions, whose sentinels in texts had other ids; None if all ids are equal."""
+    return None
+
   def texts(self, number: int, seed: int = 0) -> dict[str, Any]:
     """Return the texts of example `number` as `<feature>_pretokenized`, and further fields for postprocessors."""
     del number, seed
@@ -99,13 +108,16 @@ class StaticExamples(ExampleTable):
     texts: Sequence[Mapping[str, str]],
     end_ids: Mapping[str, int] | None = None,
     lengths: Mapping[str, int] | None = None,
+    earlier_fn: Callable[[], ExampleTable] | None = None,
   ):
     """Args:
     examples: task features of each example, int32[length] arrays, not trimmed.
     texts: texts of each example.
     end_ids: see `ExampleTable.end_ids`.
     lengths: task feature lengths for the fingerprint, which ignores ids beyond; None for all ids.
+    earlier_fn: function that makes `ExampleTable.earlier`; None if all ids are equal.
     """
+    self._earlier_fn = earlier_fn
     self._examples = [dict(example) for example in examples]
     self._texts = texts
     self._end_ids = dict(end_ids or {})
@@ -132,6 +144,14 @@ class StaticExamples(ExampleTable):
     """See base class."""
     return self._end_ids
 
+  @functools.cached_property
+  def earlier(self) -> ExampleTable | None:
+    """See base class."""
+    if self._earlier_fn is None:
+      return None
+    table = self._earlier_fn()
+    return None if table.fingerprint == self.fingerprint else table
+
   def texts(self, number: int, seed: int = 0) -> dict[str, Any]:
     """See base class."""
     return dict(self._texts[number % len(self)])
@@ -150,8 +170,10 @@ class SpanCorruptionExamples(ExampleTable):
       dict(lengths), NOISE_DENSITY, MEAN_NOISE_SPAN_LENGTH
     )
     self._segments = span_corruption.segment(
-      [vocabulary.encode(text) for text in documents], segment_length
+      [encode_text(text, vocabulary) for text in documents], segment_length
     )
+    longest = max(map(len, self._segments), default=1)
+    span_corruption.check_sentinels(vocabulary, longest, NOISE_DENSITY, MEAN_NOISE_SPAN_LENGTH)
     self._vocabulary = vocabulary
     self._lengths = dict(lengths)
 
@@ -365,8 +387,11 @@ def text_task(
   metric_fns: Sequence[MetricFn] = (),
   encode_inputs_fn: Callable[[str], Sequence[int]] | None = None,
   postprocess_fn: Callable[..., Any] = identity_postprocess,
+  literal_sentinels: bool = False,
 ) -> BuiltinTask:
   """Return a task of (input, target) texts, without registering it.
+
+  By T5's law, a sentinel such as `<extra_id_0>` in a text is one id, as in `infer` and `chat`.
 
   Args:
     name: name of the task.
@@ -374,30 +399,90 @@ def text_task(
     splits: split names that `texts_fn` accepts.
     vocabulary: vocabulary of inputs and targets.
     metric_fns: see `BuiltinTask`.
-    encode_inputs_fn: function from an input text to ids; `vocabulary.encode` by default.
+    encode_inputs_fn: function from an input text to ids; by default the vocabulary encodes it.
     postprocess_fn: see `BuiltinTask`.
+    literal_sentinels: encode `<extra_id_0>` like any other text, by bytes or pieces. Set the option of this name in
+      `infer` and `chat` too.
   """
-  encode_inputs = encode_inputs_fn or vocabulary.encode
-  # Inputs of a custom encoder need not be texts, and a vocabulary of ids accepts ids.
+  encode = functools.partial(
+    encode_text, vocabulary=vocabulary, literal_sentinels=literal_sentinels
+  )
+  return _text_task(
+    name=name,
+    texts_fn=texts_fn,
+    splits=splits,
+    vocabulary=vocabulary,
+    metric_fns=metric_fns,
+    encode_fns=(encode_inputs_fn or encode, encode),
+    earlier_encode_fns=(encode_inputs_fn or vocabulary.encode, vocabulary.encode),
+    has_custom_inputs=encode_inputs_fn is not None,
+    postprocess_fn=postprocess_fn,
+  )
+
+
+def _text_task(
+  *,
+  name: str,
+  texts_fn: Callable[[str], Sequence[tuple[str, str]]],
+  splits: tuple[str, ...],
+  vocabulary: Vocabulary,
+  metric_fns: Sequence[MetricFn],
+  encode_fns: tuple[_EncodeFn, _EncodeFn],
+  earlier_encode_fns: tuple[_EncodeFn, _EncodeFn],
+  has_custom_inputs: bool = False,
+  postprocess_fn: Callable[..., Any] = identity_postprocess,
+) -> BuiltinTask:
+  """Return a task of (input, target) texts; see `text_task`.
+
+  Args:
+    name: see `text_task`.
+    texts_fn: see `text_task`.
+    splits: see `text_task`.
+    vocabulary: see `text_task`.
+    metric_fns: see `text_task`.
+    encode_fns: functions from an input and from a target to ids, without an end-of-sequence id.
+    earlier_encode_fns: the functions of earlier versions, for runs that they recorded.
+    has_custom_inputs: whether inputs need not be texts.
+    postprocess_fn: see `text_task`.
+  """
+  # A vocabulary of ids accepts ids.
   takes_texts = not isinstance(vocabulary.encode('a'), str)
-  features = {'input': takes_texts and encode_inputs_fn is None, 'target': takes_texts}
+  features = {'input': takes_texts and not has_custom_inputs, 'target': takes_texts}
 
   def table_fn(split: str, lengths: Mapping[str, int]) -> StaticExamples:
     eos_id = required_eos_id(vocabulary)
-    examples = []
-    texts = []
-    for source, target in _checked_pairs(
-      texts_fn(split), f'The task {name!r}, split {split!r}', features
-    ):
-      example = {}
-      # A language model may need only the targets.
-      if 'inputs' in lengths:
-        example['inputs'] = np.array([*encode_inputs(source), eos_id], np.int32)
-      example['targets'] = np.array([*vocabulary.encode(target), eos_id], np.int32)
-      examples.append(example)
-      texts.append({'inputs_pretokenized': source, 'targets_pretokenized': target})
+    where = f'The task {name!r}, split {split!r}'
+    pairs = _checked_pairs(texts_fn(split), where, features)
+    names = ('inputs', 'targets')
+    # A language model may need only the targets.
+    if 'inputs' not in lengths:
+      names = ('targets',)
     end_ids = dict.fromkeys(lengths, eos_id)
-    return StaticExamples(examples, texts, end_ids=end_ids, lengths=lengths)
+
+    def make(encode_fns: tuple[_EncodeFn, _EncodeFn]) -> list[dict[str, np.ndarray]]:
+      encoders = dict(zip(('inputs', 'targets'), encode_fns, strict=True))
+      examples = []
+      for number, pair in enumerate(pairs, start=1):
+        values = dict(zip(('inputs', 'targets'), pair, strict=True))
+        example = {}
+        for feature in names:
+          found = encoders[feature](values[feature])
+          ids = as_ids(found, vocabulary, f'{where}, example {number}: the {feature}')
+          example[feature] = np.append(ids, np.int32(eos_id))
+        examples.append(example)
+      return examples
+
+    texts = [
+      {'inputs_pretokenized': source, 'targets_pretokenized': target} for source, target in pairs
+    ]
+
+    def make_earlier() -> StaticExamples:
+      return StaticExamples(make(earlier_encode_fns), texts, end_ids, lengths)
+
+    earlier_fn = None
+    if any(has_sentinel(value) for pair in pairs for value in pair):
+      earlier_fn = make_earlier
+    return StaticExamples(make(encode_fns), texts, end_ids, lengths, earlier_fn)
 
   return BuiltinTask(
     name=name,
@@ -494,18 +579,6 @@ def split_remedy(splits: Iterable[str]) -> str:
   return f'{remedy}.'
 
 
-def encode_with_sentinel(text: str, vocabulary: Vocabulary) -> list[int]:
-  """Return the ids of `text`, with one id for each sentinel `<extra_id_0>`, `<extra_id_1>`... of the vocabulary."""
-  ids = []
-  start = 0
-  for marker in _SENTINEL_TEXT.finditer(text):
-    sentinel = sentinel_id(vocabulary) - int(marker[1])
-    if int(marker[1]) < vocabulary.extra_ids or vocabulary.encode(marker[0]) == [sentinel]:
-      ids += [*vocabulary.encode(text[start : marker.start()]), sentinel]
-      start = marker.end()
-  return ids + vocabulary.encode(text[start:])
-
-
 def _hash_arrays(arrays) -> str:
   digest = hashlib.sha256()
   for array in arrays:
@@ -519,6 +592,28 @@ def _hash_arrays(arrays) -> str:
 BYTE_VOCABULARY = ByteVocabulary(extra_ids=125)
 
 
+def _cloze_task(
+  name: str,
+  texts_fn: Callable[[str], Sequence[tuple[str, str]]],
+  vocabulary: Vocabulary,
+  metric_fns: Sequence[MetricFn],
+) -> BuiltinTask:
+  """Return an embedded cloze task, without registering it."""
+  encode = functools.partial(encode_text, vocabulary=vocabulary)
+  return _text_task(
+    name=name,
+    texts_fn=texts_fn,
+    splits=corpora.SPLITS,
+    vocabulary=vocabulary,
+    metric_fns=metric_fns,
+    encode_fns=(encode, encode),
+    earlier_encode_fns=(
+      functools.partial(encode_with_sentinel, vocabulary=vocabulary),
+      vocabulary.encode,
+    ),
+  )
+
+
 def keyword_cloze_task(
   *, vocabulary: Vocabulary, name: str = 'python_keyword_cloze'
 ) -> BuiltinTask:
@@ -528,14 +623,7 @@ def keyword_cloze_task(
     vocabulary: vocabulary of inputs and targets, whose last id is the sentinel `<extra_id_0>`.
     name: name of the task.
   """
-  return text_task(
-    name=name,
-    texts_fn=corpora.python_keyword_cloze,
-    splits=corpora.SPLITS,
-    vocabulary=vocabulary,
-    encode_inputs_fn=functools.partial(encode_with_sentinel, vocabulary=vocabulary),
-    metric_fns=(exact_match,),
-  )
+  return _cloze_task(name, corpora.python_keyword_cloze, vocabulary, (exact_match,))
 
 
 register_builtin_task(keyword_cloze_task(vocabulary=BYTE_VOCABULARY))
@@ -552,13 +640,8 @@ def function_cloze_task(
     vocabulary: vocabulary of inputs and targets, whose last id is the sentinel `<extra_id_0>`.
     name: name of the task.
   """
-  return text_task(
-    name=name,
-    texts_fn=corpora.python_function_cloze,
-    splits=corpora.SPLITS,
-    vocabulary=vocabulary,
-    encode_inputs_fn=functools.partial(encode_with_sentinel, vocabulary=vocabulary),
-    metric_fns=(exact_match, edit_similarity),
+  return _cloze_task(
+    name, corpora.python_function_cloze, vocabulary, (exact_match, edit_similarity)
   )
 
 

@@ -71,6 +71,9 @@ class DatasetConfig:
     num_epochs: number of times that training reads each example; the data then ends, and with it the run. Rows that do
       not fill a batch at the end are left out, and a mixture ends with its first task. None repeats the data forever.
       For training data only.
+    earlier_sentinels: whether texts of `text_task` with sentinels such as `<extra_id_0>` have the ids of earlier
+      versions: bytes for a byte vocabulary. A run that an earlier version recorded keeps them when it resumes; set this
+      to evaluate its checkpoints by other commands (builtin and grain only).
   """
 
   mixture_or_task_name: Any
@@ -91,6 +94,7 @@ class DatasetConfig:
   _: dataclasses.KW_ONLY
   source: str = 'seqio'
   num_epochs: int | None = None
+  earlier_sentinels: bool = False
 
   def __post_init__(self) -> None:
     checks.check(
@@ -112,6 +116,7 @@ class DatasetConfig:
       use_custom_packing_ops=_BOOL,
       use_memory_cache=_BOOL,
       trim_output_features=_BOOL,
+      earlier_sentinels=_BOOL,
     )
     longest = max((self.task_feature_lengths or {}).values(), default=1)
     checks.check(

@@ -40,7 +40,8 @@ from t5x_lite.data.records import Where
 from t5x_lite.data.records import find_files
 from t5x_lite.data.records import parse_json
 from t5x_lite.data.records import parse_record
-from t5x_lite.data.text_examples import as_ids
+from t5x_lite.data.text_ids import as_ids
+from t5x_lite.data.text_ids import num_sentinels
 from t5x_lite.data.vocabularies import Vocabulary
 from t5x_lite.data.vocabularies import required_eos_id
 from t5x_lite.data.vocabularies import sentinel_id
@@ -58,6 +59,7 @@ class RecordContext:
   Attributes:
     lengths: task feature name to length in ids; `sys.maxsize` while the lengths of a split are computed.
     vocabularies: task feature name to vocabulary.
+    literal_sentinels: the task's option, see `file_task`.
   """
 
   def __init__(
@@ -66,13 +68,16 @@ class RecordContext:
     vocabularies: Mapping[str, Vocabulary],
     seeds: np.ndarray,
     number: int,
+    literal_sentinels: bool = False,
   ):
     """Args:
     lengths: see above.
     vocabularies: see above.
     seeds: uint64[2], from which the seeds of all examples are derived.
     number: number of the example, counted over all epochs.
+    literal_sentinels: see above.
     """
+    self.literal_sentinels = literal_sentinels
     self.lengths = lengths
     self.vocabularies = vocabularies
     self._seeds = seeds
@@ -99,11 +104,14 @@ class SpanCorruption:
     key: name of the text, or of its ids, in the record.
     noise_density: fraction of ids that are moved to the targets.
     mean_noise_span_length: mean number of ids per replaced span.
+    first_sentinel: id of the first sentinel, for weights that were trained with other sentinels, such as 258 for the
+      published weights of ByT5; the next sentinels have the ids below. None for the sentinels of the vocabulary.
   """
 
   key: str = 'text'
   noise_density: float = NOISE_DENSITY
   mean_noise_span_length: float = MEAN_NOISE_SPAN_LENGTH
+  first_sentinel: int | None = None
 
   def __post_init__(self) -> None:
     checks.check(
@@ -111,6 +119,7 @@ class SpanCorruption:
       vars(self),
       noise_density=checks.number(above=0, below=1),
       mean_noise_span_length=checks.number(at_least=1),
+      first_sentinel=checks.number(at_least=0, integer=True).or_none(),
     )
 
   def __call__(self, record: dict[str, Any], context: RecordContext) -> dict[str, Any]:
@@ -119,7 +128,12 @@ class SpanCorruption:
     segment_length = span_corruption.check_lengths(
       dict(context.lengths), self.noise_density, self.mean_noise_span_length
     )
-    ids = as_ids(_value(record, self.key), vocabulary, repr(self.key))
+    ids = as_ids(
+      _value(record, self.key),
+      vocabulary,
+      repr(self.key),
+      literal_sentinels=context.literal_sentinels,
+    )
     if not len(ids):
       raise DataError(
         f'{self.key!r} is empty, but span corruption needs at least one id: remove such records.'
@@ -127,15 +141,41 @@ class SpanCorruption:
     place_seed, mask_seed = philox.split(context.seed, 2)
     num_positions = max(len(ids) - segment_length, 0) + 1
     first = int(philox.random_words(place_seed, 1)[0] * np.uint64(num_positions) >> np.uint64(32))
+    segment = ids[first : first + segment_length]
     ((inputs, targets),) = span_corruption.corrupt(
-      [ids[first : first + segment_length]],
+      [segment],
       mask_seed[None],
-      first_sentinel=sentinel_id(vocabulary),
+      first_sentinel=self._first_sentinel(segment, vocabulary),
       noise_density=self.noise_density,
       mean_noise_span_length=self.mean_noise_span_length,
     )
     kept = {name: value for name, value in record.items() if name != self.key}
     return {**kept, 'inputs': inputs, 'targets': targets}
+
+  def _first_sentinel(self, segment: np.ndarray, vocabulary: Vocabulary) -> int:
+    """Return the id of the first sentinel for a segment, int32[length].
+
+    Raises:
+      ConfigError: the vocabulary has fewer sentinels than the segment has spans.
+      DataError: the segment contains an id that would be a sentinel too.
+    """
+    length = len(segment)
+    if self.first_sentinel is None and num_sentinels(vocabulary) is not None:
+      span_corruption.check_sentinels(
+        vocabulary, length, self.noise_density, self.mean_noise_span_length
+      )
+      return sentinel_id(vocabulary)
+    first = self.first_sentinel
+    if first is None:
+      first = sentinel_id(vocabulary)
+    _, needed = span_corruption.count_spans(length, self.noise_density, self.mean_noise_span_length)
+    used = segment[(segment <= first) & (segment > first - needed)]
+    if len(used):
+      raise DataError(
+        f'The ids of {self.key!r} must not contain the sentinels {first - needed + 1} to {first} of its {needed} '
+        f'spans, got {used[0]}. Lower TASK_FEATURE_LENGTHS, or remove such records.'
+      )
+    return first
 
 
 class FileExamples(ExampleTable):
@@ -151,6 +191,7 @@ class FileExamples(ExampleTable):
     add_eos: Mapping[str, bool],
     preprocessors: Sequence[Preprocessor],
     lengths: Mapping[str, int],
+    literal_sentinels: bool = False,
   ):
     """Args:
     name: name of the task, on which seeds of preprocessors depend.
@@ -161,7 +202,9 @@ class FileExamples(ExampleTable):
     add_eos: task feature to whether it ends with an end-of-sequence id.
     preprocessors: see `file_task`.
     lengths: task feature to length, for the features of the examples.
+    literal_sentinels: see `file_task`.
     """
+    self._literal_sentinels = literal_sentinels
     self._name = name
     self._records = records
     self._parse = parse_fn
@@ -183,6 +226,12 @@ class FileExamples(ExampleTable):
       for feature, ids in sorted(trimmed.items()):
         digest.update(f'{feature} {len(ids)} '.encode())
         digest.update(np.ascontiguousarray(ids, '<i4').tobytes())
+    longest = self._records.longest
+    if longest is not None:
+      # A configuration for which the longest record is too long is an error before the first step; a record that
+      # cannot be read is one when it is reached.
+      with contextlib.suppress(DataError):
+        self.examples(0, np.array([longest]))
     return digest.hexdigest()[:16]
 
   @property
@@ -225,7 +274,9 @@ class FileExamples(ExampleTable):
     where = Where(self._records, number % len(self))
     record = self._parse(content, where)
     for preprocessor, family in zip(self._preprocessors, seeds, strict=True):
-      context = RecordContext(self._lengths, self._vocabularies, family, number)
+      context = RecordContext(
+        self._lengths, self._vocabularies, family, number, self._literal_sentinels
+      )
       name = getattr(preprocessor, '__name__', type(preprocessor).__name__)
       with _located(where, f'the preprocessor {name} of the task {self._name!r}'):
         record = dict(preprocessor(record, context))
@@ -237,7 +288,10 @@ class FileExamples(ExampleTable):
     for feature in self._lengths:
       vocabulary = self._vocabularies[feature]
       with _located(where, f'the vocabulary of {feature!r}'):
-        ids = as_ids(_value(record, self._keys[feature]), vocabulary, repr(self._keys[feature]))
+        key = self._keys[feature]
+        ids = as_ids(
+          _value(record, key), vocabulary, repr(key), literal_sentinels=self._literal_sentinels
+        )
       has_eos = len(ids) and ids[-1] == vocabulary.eos_id
       if self._add_eos[feature] and not has_eos:
         ids = np.append(ids, np.int32(required_eos_id(vocabulary)))
@@ -279,6 +333,7 @@ def file_task(
   preprocessors: Sequence[Preprocessor] = (),
   metric_fns: Sequence[MetricFn] = (),
   postprocess_fn: Callable[..., Any] = identity_postprocess,
+  literal_sentinels: bool = False,
 ) -> BuiltinTask:
   """Return a task of files, without registering it.
 
@@ -296,6 +351,8 @@ def file_task(
       preprocessors use `context.seed`, so that a record is transformed equally whenever it is read.
     metric_fns: see `BuiltinTask`.
     postprocess_fn: see `BuiltinTask`; its `example` has the other fields of the record.
+    literal_sentinels: encode `<extra_id_0>` like any other text, by bytes or pieces. Set the option of this name in
+      `infer` and `chat` too.
 
   Returns:
     The task. A text is encoded (sentinels such as `<extra_id_0>` are one id each), ids are used unchanged; both are
@@ -353,6 +410,7 @@ def file_task(
       ends,
       tuple(preprocessors),
       lengths,
+      literal_sentinels,
     )
 
   return BuiltinTask(

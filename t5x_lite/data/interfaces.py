@@ -9,7 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from t5x_lite.data.text_ids import decode_ids
 from t5x_lite.data.truncation import Truncation
+from t5x_lite.data.vocabularies import Vocabulary
 
 # Model feature name to this process's rows: [rows, ...].
 HostBatch = dict[str, np.ndarray]
@@ -180,9 +182,15 @@ class EvalTask:
     for example in self.examples:
       text = example.get('targets_pretokenized')
       if text is None:
-        text = self.output_vocabulary.decode(example['targets'])
+        text = self.decode(example['targets'])
       targets.append(self.postprocess(text, example=example, is_target=True))
     return targets
+
+  def decode(self, ids: Sequence[int]) -> Any:
+    """Return the text of `ids`, with sentinels as in the texts of the task; seqio's tasks drop those of bytes."""
+    if isinstance(self.output_vocabulary, Vocabulary):
+      return decode_ids(ids, self.output_vocabulary)
+    return self.output_vocabulary.decode(ids)
 
   @property
   def kinds(self) -> list[str]:

@@ -1,5 +1,6 @@
 """Functions that open the data of a `DatasetConfig` with any source, with the checks common to all sources."""
 
+import dataclasses
 import functools
 import logging
 from typing import Any
@@ -13,6 +14,8 @@ from t5x_lite.data.interfaces import ExampleSource
 from t5x_lite.data.interfaces import HostIterator
 from t5x_lite.data.sources.base import DataSource
 from t5x_lite.data.sources.base import get_source
+from t5x_lite.data.sources.base import supports_option
+from t5x_lite.data.vocabularies import check_ids
 from t5x_lite.data.vocabularies import same_vocabulary
 from t5x_lite.errors import ConfigError
 from t5x_lite.partitioning import DataLayout
@@ -209,7 +212,7 @@ def verify_matching_vocabs(cfg: DatasetConfig, model: Any) -> None:
     model: model with `input_vocabulary` and `output_vocabulary`.
 
   Raises:
-    ConfigError: the message has both vocabularies.
+    ConfigError: the message has both vocabularies, or the special ids of the data's vocabulary if they are invalid.
   """
   for side, of_data, of_model in zip(
     ('input', 'output'),
@@ -217,11 +220,19 @@ def verify_matching_vocabs(cfg: DatasetConfig, model: Any) -> None:
     (model.input_vocabulary, model.output_vocabulary),
     strict=True,
   ):
+    check_ids(f'{side} vocabulary', of_data)
     if not same_vocabulary(of_data, of_model):
       raise ConfigError(
         f'The {side} vocabulary of the model must be that of the data {cfg.name!r}, {of_data}, got '
         f'{of_model}. Bind VOCABULARY to the vocabulary of the data, or choose other data.'
       )
+
+
+def with_earlier_sentinels(cfg: DatasetConfig) -> DatasetConfig:
+  """Return `cfg` with `earlier_sentinels`, if its source reads texts by itself; otherwise `cfg`."""
+  if not supports_option(cfg, 'earlier_sentinels'):
+    return cfg
+  return dataclasses.replace(cfg, earlier_sentinels=True)
 
 
 def log_seed(cfg: DatasetConfig) -> None:

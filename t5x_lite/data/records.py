@@ -44,6 +44,11 @@ class Records(abc.ABC):
       DataError: a file cannot be read or is damaged.
     """
 
+  @property
+  def longest(self) -> int | None:
+    """Number of the record with the most bytes; None if unknown or without records."""
+    return None
+
   @abc.abstractmethod
   def where(self, number: int) -> str:
     """Return the file of a record and its location in the file, for messages."""
@@ -108,6 +113,13 @@ class JsonLines(Records):
   def fingerprint(self) -> str:
     """See base class."""
     return self._fingerprint
+
+  @property
+  def longest(self) -> int | None:
+    """See base class."""
+    if not len(self):
+      return None
+    return int(np.argmax(self._lengths))
 
   def _locate(self, number: int) -> tuple[int, int, int]:
     file = int(np.searchsorted(self._firsts, number, side='right')) - 1

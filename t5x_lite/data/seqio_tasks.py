@@ -25,6 +25,8 @@ from typing import Any
 
 from t5x_lite.data import corpora
 from t5x_lite.data import span_corruption
+from t5x_lite.data.builtin_tasks import MEAN_NOISE_SPAN_LENGTH
+from t5x_lite.data.builtin_tasks import NOISE_DENSITY
 from t5x_lite.data.seqio_import import dataset_of
 from t5x_lite.data.seqio_import import quiet
 from t5x_lite.data.seqio_import import seqio
@@ -124,6 +126,15 @@ def _docs_dataset(split: str, shuffle_files: bool, seed: int | None = None) -> t
 def _span_corruption(dataset: tf.data.Dataset, sequence_length, output_features) -> tf.data.Dataset:
   """Apply T5's pretraining objective; imports the package t5 when the task is read."""
   span_corruption.check_feature_lengths(sequence_length)
+  segment_length, _ = span_corruption.random_spans_lengths(
+    sequence_length['inputs'], NOISE_DENSITY, MEAN_NOISE_SPAN_LENGTH
+  )
+  span_corruption.check_sentinels(
+    output_features['targets'].vocabulary,
+    segment_length,
+    NOISE_DENSITY,
+    MEAN_NOISE_SPAN_LENGTH,
+  )
   with (
     quiet(),
     needs_packages(

@@ -10,7 +10,7 @@ import numpy as np
 
 from t5x_lite import checks
 from t5x_lite.data import records
-from t5x_lite.data import text_examples
+from t5x_lite.data import text_ids
 from t5x_lite.data.seqio_examples import as_seqio_vocabulary
 from t5x_lite.data.seqio_import import quiet
 from t5x_lite.data.seqio_import import seqio
@@ -116,7 +116,7 @@ def _tokenize(
       return vocabulary.encode_tf(text)
     ids = tf.numpy_function(
       lambda value: np.asarray(
-        text_examples.encode_text(value.decode('utf-8', errors='replace'), vocabulary), np.int32
+        text_ids.encode_text(value.decode('utf-8', errors='replace'), vocabulary), np.int32
       ),
       [text],
       tf.int32,

@@ -7,12 +7,15 @@ tokens as `t5.data.preprocessors.span_corruption` in a seqio Task.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from t5x_lite import checks
 from t5x_lite.data import features
 from t5x_lite.data import philox
+from t5x_lite.data import text_ids
+from t5x_lite.errors import ConfigError
 
 
 def random_spans_lengths(
@@ -90,6 +93,24 @@ def random_segmentation(num_items: int, num_segments: int, seeds: np.ndarray) ->
   return (run[..., None] == np.arange(num_segments)).sum(axis=1)
 
 
+def count_spans(
+  length: int, noise_density: float, mean_noise_span_length: float
+) -> tuple[int, int]:
+  """Return (number of noise tokens, number of noise spans) of a segment of `length` tokens.
+
+  Each span has a sentinel in the inputs, and each kept span one in the targets; their numbers are equal.
+
+  >>> count_spans(568, 0.15, 3.0)
+  (85, 28)
+  """
+  # At least one token of each kind, computed in single precision as in T5.
+  padded_length = max(length, 2)
+  num_noise = int(np.round(np.float32(padded_length) * np.float32(noise_density)))
+  num_noise = min(max(num_noise, 1), padded_length - 1)
+  num_spans = max(int(np.round(np.float32(num_noise) / np.float32(mean_noise_span_length))), 1)
+  return num_noise, num_spans
+
+
 def random_spans_noise_mask(
   length: int, noise_density: float, mean_noise_span_length: float, seeds: np.ndarray
 ) -> np.ndarray:
@@ -106,11 +127,8 @@ def random_spans_noise_mask(
   Returns:
     bool[batch, length], True for noise tokens.
   """
-  # At least one token of each kind, computed in single precision as in T5.
   padded_length = max(length, 2)
-  num_noise = int(np.round(np.float32(padded_length) * np.float32(noise_density)))
-  num_noise = min(max(num_noise, 1), padded_length - 1)
-  num_spans = max(int(np.round(np.float32(num_noise) / np.float32(mean_noise_span_length))), 1)
+  num_noise, num_spans = count_spans(length, noise_density, mean_noise_span_length)
   noise_lengths = random_segmentation(num_noise, num_spans, seeds[:, 0])
   kept_lengths = random_segmentation(padded_length - num_noise, num_spans, seeds[:, 1])
   ends = np.cumsum(
@@ -173,6 +191,54 @@ def corrupt(
         spans_to_sentinels(tokens, ~mask, first_sentinel),
       )
   return [results[row] for row in range(len(segments))]
+
+
+def check_sentinels(
+  vocabulary: Any, length: int, noise_density: float, mean_noise_span_length: float
+) -> None:
+  """Raise if a segment has more spans than its vocabulary has sentinels.
+
+  Further spans would be marked by ids of ordinary text.
+
+  Args:
+    vocabulary: vocabulary of the targets; a vocabulary of ids may have any sentinels.
+    length: number of tokens of the segment.
+    noise_density: fraction of tokens that are moved to the targets.
+    mean_noise_span_length: mean number of tokens per replaced span.
+
+  Raises:
+    ConfigError: the message has the longest lengths for the sentinels.
+  """
+  number = text_ids.num_sentinels(vocabulary)
+  _, needed = count_spans(length, noise_density, mean_noise_span_length)
+  if number is None or needed <= number:
+    return
+  remedy = f'use a vocabulary with at least {needed} extra_ids in the task and the model'
+  longest = _longest_lengths(length, number, noise_density, mean_noise_span_length)
+  if longest is not None:
+    remedy = f'set TASK_FEATURE_LENGTHS to {longest} or shorter, or {remedy}'
+  raise ConfigError(
+    f'Span corruption of a segment of {length} ids must have a sentinel for each of its {needed} spans, got '
+    f'{vocabulary!r} with {number} sentinels. {remedy[0].upper()}{remedy[1:]}.'
+  )
+
+
+def _longest_lengths(
+  length: int, number: int, noise_density: float, mean_noise_span_length: float
+) -> dict[str, int] | None:
+  """Return the longest feature lengths whose segments have at most `number` spans, or None.
+
+  Args:
+    length: number of tokens of a segment with more spans.
+    number: number of sentinels.
+    noise_density: see `check_sentinels`.
+    mean_noise_span_length: see `check_sentinels`.
+  """
+  for inputs in range(length, 3, -1):
+    tokens, targets = random_spans_lengths(inputs, noise_density, mean_noise_span_length)
+    if count_spans(tokens, noise_density, mean_noise_span_length)[1] <= number:
+      return {'inputs': inputs, 'targets': targets}
+  return None
 
 
 def check_feature_lengths(lengths: Mapping[str, int]) -> None:

@@ -7,7 +7,9 @@ change between runs.
 
 import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
 import itertools
+import logging
 from typing import Any
 
 import jax
@@ -34,6 +36,7 @@ from t5x_lite.data.truncation import sample_truncation
 _NUM_READ = 16
 # Position of the next row: (position, 0) without packing, (group, row in the group) with packing.
 _Cursor = tuple[int, int]
+_logger = logging.getLogger(__name__)
 
 
 class TableIterator(HostIterator):
@@ -73,18 +76,10 @@ class TableIterator(HostIterator):
     self._batch_size = layout.batch_size
     self._own = positions.shard_rows(layout)
 
-    def stream_of(tables: Mapping[str, ExampleTable]) -> Stream:
-      streams = [
-        TaskStream(name, table, cfg.effective_seed, cfg.shuffle) for name, table in tables.items()
-      ]
-      if len(streams) == 1:
-        return streams[0]
-      return MixtureStream(cfg.name, streams, rates, cfg.effective_seed)
-
-    stream = stream_of(tables)
-    self._whole_stream = stream_of({name: table.whole for name, table in tables.items()})
-    self._pieces = Pieces(stream, self._converter, cfg, self._own)
-    self._reader = open_reader_fn(self._pieces)
+    self._cfg = cfg
+    self._rates = rates
+    self._open_reader = open_reader_fn
+    self._open(tables)
     self._cursor: _Cursor = (0, 0)
     self._num_batches = 0
     self._past_cursors: collections.deque[_Cursor] = collections.deque(
@@ -102,8 +97,26 @@ class TableIterator(HostIterator):
       'trim_output_features': cfg.trim_output_features,
       'feature_converter': converter_name,
       'rates': list(rates),
-      'content': {name: [len(table), table.fingerprint] for name, table in tables.items()},
+      'content': _content(tables),
     }
+
+  def _open(self, tables: Mapping[str, TrimmedExamples]) -> None:
+    """Read the examples of `tables`."""
+    self._tables = tables
+    self._whole_stream = self._make_stream({name: table.whole for name, table in tables.items()})
+    stream = self._make_stream(tables)
+    self._pieces = Pieces(stream, self._converter, self._cfg, self._own)
+    self._reader = self._open_reader(self._pieces)
+
+  def _make_stream(self, tables: Mapping[str, ExampleTable]) -> Stream:
+    """Return the endless sequence of the examples of `tables`, mixed if there are several."""
+    cfg = self._cfg
+    streams = [
+      TaskStream(name, table, cfg.effective_seed, cfg.shuffle) for name, table in tables.items()
+    ]
+    if len(streams) == 1:
+      return streams[0]
+    return MixtureStream(cfg.name, streams, self._rates, cfg.effective_seed)
 
   @property
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -173,11 +186,46 @@ class TableIterator(HostIterator):
   def set_state(self, state: DataState) -> None:
     """See base class."""
     saved = positions.read_state(state)
+    self._keep_ids(saved['identity'].get('content', {}))
     positions.check_identity(saved['identity'], self._identity)
     self._cursor = (saved['cursor'][0], saved['cursor'][1])
     self._num_batches = saved['num_batches']
     self._past_cursors.clear()
 
+  def _keep_ids(self, saved: Mapping[str, Any]) -> None:
+    """Open the tables with the ids of earlier versions if the position with this content was saved in them."""
+    kept = {}
+    for name, table in self._tables.items():
+      kept[name] = table
+      if saved.get(name) == _content({name: table})[name] or table.earlier is None:
+        continue
+      if saved.get(name) == _content({name: table.earlier})[name]:
+        log_earlier_sentinels(name)
+        kept[name] = table.earlier
+    if any(kept[name] is not table for name, table in self._tables.items()):
+      self._reader.close()
+      self._open(kept)
+      self._identity['content'] = _content(kept)
+
   def close(self) -> None:
     """See base class."""
     self._reader.close()
+
+
+def _content(tables: Mapping[str, ExampleTable]) -> dict[str, list[Any]]:
+  """Return [number of examples, hash] of each table, as JSON values."""
+  return {name: [len(table), table.fingerprint] for name, table in tables.items()}
+
+
+@functools.cache
+def log_earlier_sentinels(name: str) -> None:
+  """Warn once that a task keeps the ids of earlier versions.
+
+  Args:
+    name: name of the task.
+  """
+  _logger.warning(
+    'Sentinels such as <extra_id_0> in the texts of %r keep the ids of the earlier version of t5x_lite that recorded '
+    'the run, not one id each as in new runs. Other commands do this with DatasetConfig.earlier_sentinels = True.',
+    name,
+  )

@@ -8,12 +8,12 @@ import dataclasses
 import logging
 from typing import Any
 
-import numpy as np
-
 from t5x_lite import checks
 from t5x_lite.data import builtin_tasks
 from t5x_lite.data.features import FeatureConverter
-from t5x_lite.data.vocabularies import kind_of
+from t5x_lite.data.text_ids import as_ids
+from t5x_lite.data.text_ids import decode_ids as decode_ids
+from t5x_lite.data.text_ids import encode_text as encode_text
 from t5x_lite.errors import ConfigError, DataError, did_you_mean
 from t5x_lite.formatting import short_repr
 
@@ -32,10 +32,12 @@ class TextFeature:
   Attributes:
     vocabulary: vocabulary of the text.
     add_eos: whether the end-of-sequence id is appended.
+    literal_sentinels: encode `<extra_id_0>` like any other text, as a task with this option.
   """
 
   vocabulary: Any
   add_eos: bool = True
+  literal_sentinels: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,36 +70,6 @@ def over_examples(
 ) -> ExamplesPreprocessor:
   """Return a preprocessor that replaces the examples by `fn(examples)`, whose number may differ."""
   return ExamplesPreprocessor(fn)
-
-
-def encode_text(text: str, vocabulary: Any) -> list[int]:
-  """Return the ids of `text`, without an end-of-sequence id, with one id for each sentinel such as `<extra_id_0>`.
-
-  Sentencepiece vocabularies encode sentinels; a byte vocabulary alone would encode them as bytes.
-  """
-  if kind_of(vocabulary) == 'ByteVocabulary':
-    return builtin_tasks.encode_with_sentinel(text, vocabulary)
-  return list(vocabulary.encode(text))
-
-
-def decode_ids(ids: Sequence[int], vocabulary: Any) -> str:
-  """Return the text of `ids` up to the first end-of-sequence id, with sentinels such as `<extra_id_0>`.
-
-  This is the inverse of `encode_text`: a byte vocabulary alone would drop sentinels.
-  """
-  ids = [int(i) for i in ids]
-  if kind_of(vocabulary) != 'ByteVocabulary':
-    return str(vocabulary.decode(ids))
-  if vocabulary.eos_id in ids:
-    ids = ids[: ids.index(vocabulary.eos_id)]
-  first = builtin_tasks.sentinel_id(vocabulary)
-  parts = []
-  start = 0
-  for index, i in enumerate(ids):
-    if first - vocabulary.extra_ids < i <= first:
-      parts += [vocabulary.decode(ids[start:index]), f'<extra_id_{first - i}>']
-      start = index + 1
-  return ''.join([*parts, vocabulary.decode(ids[start:])])
 
 
 class ExampleReader:
@@ -198,7 +170,12 @@ class ExampleReader:
     for name, feature in self.features.items():
       value = example[name]
       vocabulary = feature.vocabulary
-      ids = as_ids(value, vocabulary, f'{name!r} of example {number}')
+      ids = as_ids(
+        value,
+        vocabulary,
+        f'{name!r} of example {number}',
+        literal_sentinels=feature.literal_sentinels,
+      )
       is_text = isinstance(value, (str, bytes))
       text = value
       if not is_text:
@@ -265,44 +242,3 @@ def _as_dict(example: Any, number: int, feature_of_texts: str) -> dict[str, Any]
       f'with each feature once, got {short_repr(example)} of type {type(example).__name__}.'
     )
   return named
-
-
-def as_ids(value: Any, vocabulary: Any, what: str) -> np.ndarray:
-  """Return the ids of a text, without an end-of-sequence id, or ids unchanged, as int32[n].
-
-  Args:
-    value: a text, its UTF-8 bytes, or a sequence of ids.
-    vocabulary: encodes the text, and has the largest id.
-    what: name of the value, for the error message.
-
-  Raises:
-    DataError: the value is neither, an id is outside of the vocabulary, or the vocabulary encodes no texts.
-  """
-  ids = np.asarray(None)
-  got = f'{short_repr(value)} of type {type(value).__name__}'
-  try:
-    if isinstance(value, bytes):
-      value = value.decode('utf-8')
-    if isinstance(value, str):
-      value = encode_text(value, vocabulary)
-    ids = np.asarray(value)
-  except UnicodeError as error:  # not UTF-8, or half of a surrogate pair
-    got = str(error)
-  except (TypeError, ValueError):  # lists of unequal lengths
-    pass
-  is_ids = ids.ndim == 1 and (not ids.size or ids.dtype.kind in 'iu')
-  if is_ids and ids.size:
-    outside = ids[(ids < 0) | (ids >= vocabulary.vocab_size)]
-    if len(outside):
-      is_ids = False
-      got = str(outside[0])
-  if not is_ids:
-    expected = 'a flat list of ids'
-    if kind_of(vocabulary) != 'PassThroughVocabulary':
-      expected = f'a text or {expected}'
-    raise DataError(
-      f'{what} must be {expected} from 0 to '
-      f'{vocabulary.vocab_size - 1}, those of the vocabulary {vocabulary!r}, got '
-      f'{got}. Correct it, or convert it in a preprocessor.'
-    )
-  return ids.astype(np.int32)

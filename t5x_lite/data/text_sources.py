@@ -24,8 +24,8 @@ import numpy as np
 
 from t5x_lite import checks
 from t5x_lite import files
-from t5x_lite.data import text_examples
 from t5x_lite.data import text_formats
+from t5x_lite.data import text_ids
 from t5x_lite.data.builtin_tasks import append_eos_after_trim
 from t5x_lite.data.example_sources import ConvertedSource
 from t5x_lite.data.features import get_converter
@@ -58,6 +58,7 @@ class TextFileConfig:
     targets_key: key of the target text in a JSON line; None as for `inputs_key`, or 'targets'.
     append_eos_to_inputs: whether inputs end with the end-of-sequence id, as in T5's tasks.
     append_eos_to_targets: whether targets end with the end-of-sequence id.
+    literal_sentinels: whether `<extra_id_0>` is encoded like any other text, as in a task with this option.
     name: name of the result files; by default the file's name without its suffix.
     task_keys: 'inputs' and 'targets' to the keys of the task with which the model was trained; the command `infer` sets
       them for a run with a `file_task`.
@@ -72,6 +73,7 @@ class TextFileConfig:
   append_eos_to_inputs: bool = True
   append_eos_to_targets: bool = True
   name: str | None = None
+  literal_sentinels: bool = False
   task_keys: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self) -> None:
@@ -203,6 +205,8 @@ class TextSource(ConvertedSource):
       'append_eos': dict(self._append_eos),
       'task_feature_lengths': dict(sorted(cfg.task_feature_lengths.items())),
     }
+    if cfg.literal_sentinels:
+      self.identity['literal_sentinels'] = True
 
   @contextlib.contextmanager
   def _open(self) -> Iterator[IO[bytes]]:
@@ -372,7 +376,7 @@ class TextSource(ConvertedSource):
         row[feature] = np.zeros(0, np.int32)
         continue
       fields[f'{feature}_pretokenized'] = text
-      ids = text_examples.encode_text(text, vocabulary)
+      ids = text_ids.encode_text(text, vocabulary, literal_sentinels=self._cfg.literal_sentinels)
       length = self._lengths[feature]
       is_cut |= len(ids) + self._append_eos[feature] > length
       ids = np.asarray(ids, np.int32)

@@ -20,25 +20,34 @@ from typing import Any
 from t5x_lite import checks
 from t5x_lite import files
 from t5x_lite import untrusted
+from t5x_lite.data import normalization as normalization_lib
+from t5x_lite.data import vocabularies
+from t5x_lite.data.added_tokens import AddedToken
+from t5x_lite.data.added_tokens import AddedTokensVocabulary
 from t5x_lite.data.vocabularies import ByteVocabulary
 from t5x_lite.data.vocabularies import SentencePieceVocabulary
 from t5x_lite.data.vocabularies import Vocabulary
 from t5x_lite.data.vocabularies import sentencepiece_modules
-from t5x_lite.errors import ConfigError
+from t5x_lite.errors import CheckpointError, ConfigError, T5xLiteError
 
 MODEL_FILE = 'spiece.model'
 TOKENIZER_JSON = 'tokenizer.json'
+TOKENIZER_CONFIG = 'tokenizer_config.json'
+ADDED_TOKENS = 'added_tokens.json'
 LIBRARIES = ('t5x_lite', 'seqio')
 # Default numbers of sentinels that transformers' tokenizer adds to the model's pieces, by `model_type`.
 _EXTRA_IDS = {'t5': 100, 'mt5': 0, 'umt5': 300, 'switch_transformers': 100}
 _BYT5_EXTRA_IDS = 125
 _BYT5_VOCAB_SIZE = 384
-_SENTINEL = re.compile(r'\u2581?<extra_id_\d+>')
+_SENTINEL = vocabularies.SENTINEL_PIECE
+_SPACE = '\u2581'
 # Kinds of pieces in a sentencepiece model.
 _NORMAL = 1
 _UNKNOWN = 2
 _CONTROL = 3
 _USER_DEFINED = 4
+_BYTE = 6
+_BYTE_PIECE = re.compile(r'<0x[0-9A-F]{2}>')
 
 
 def hugging_face_vocabulary(
@@ -53,12 +62,13 @@ def hugging_face_vocabulary(
     library: 't5x_lite', or 'seqio' for a vocabulary of seqio with the same ids.
 
   Returns:
-    A `SentencePieceVocabulary` or a `ByteVocabulary`, of t5x_lite or of seqio.
+    A `SentencePieceVocabulary` or a `ByteVocabulary`, of t5x_lite or of seqio; with tokens that were added to the
+    tokenizer, an `AddedTokensVocabulary`, which seqio does not have.
 
   Raises:
-    ConfigError: the folder does not exist, it has no supported tokenizer, or its vocabulary has more ids than its model
-      has rows.
-    CheckpointError: a file of the folder is not a JSON object.
+    ConfigError: the folder does not exist, it has no supported tokenizer, its vocabulary has more ids than its model
+      has rows, or an added token has the id of a sentinel.
+    CheckpointError: a file of the folder is not a JSON object or does not list tokens with ids.
   """
   root = files.path(
     folder
@@ -75,7 +85,7 @@ def hugging_face_vocabulary(
     ),
   )
   config = _read_json(root / 'config.json')
-  vocabulary = _make(root, config, extra_ids)
+  vocabulary = _with_added_tokens(root, _make(root, config, extra_ids))
   num_rows = config.get('vocab_size')
   if isinstance(num_rows, int) and vocabulary.vocab_size > num_rows:
     raise ConfigError(
@@ -92,7 +102,7 @@ def hugging_face_vocabulary(
 
 def _make(root: files.Path, config: Mapping[str, Any], extra_ids: int | None) -> Vocabulary:
   """Return the vocabulary of the folder."""
-  tokenizer = _read_json(root / 'tokenizer_config.json')
+  tokenizer = _read_json(root / TOKENIZER_CONFIG)
   name = str(tokenizer.get('tokenizer_class') or config.get('tokenizer_class') or '')
   number = extra_ids
   if number is None:
@@ -129,6 +139,107 @@ def _make(root: files.Path, config: Mapping[str, Any], extra_ids: int | None) ->
   )
 
 
+def _with_added_tokens(root: files.Path, base: Vocabulary) -> Vocabulary:
+  """Return `base` with the added tokens of the folder; `base` itself if it has all of them.
+
+  Raises:
+    ConfigError: an added token has the id of a sentinel.
+    CheckpointError: a file of the folder does not list tokens with ids.
+  """
+  tokens = []
+  for token in _recorded_tokens(root):
+    content = token.content
+    piece = _piece(base, token.id)
+    if _SENTINEL.fullmatch(content) or piece in (content, f'\u2581{content}'):
+      continue
+    if piece is not None and _SENTINEL.fullmatch(piece):
+      raise ConfigError(
+        f'The added token {content!r} of {str(root)!r} must not have the id of a sentinel, got {token.id}, that of '
+        f'{piece.removeprefix(_SPACE)} in a vocabulary with {base.extra_ids} extra_ids. Set '
+        'hugging_face_vocabulary.extra_ids to the number of sentinels that the model was trained with.'
+      )
+    tokens.append(token)
+  if not tokens:
+    return base
+  return AddedTokensVocabulary(base, tokens)
+
+
+def _piece(vocabulary: Vocabulary, i: int) -> str | None:
+  """Return the piece of an id that its vocabulary encodes by itself; None for any other id."""
+  if i >= vocabulary.vocab_size:
+    return None
+  if isinstance(vocabulary, SentencePieceVocabulary):
+    return vocabulary.processor.IdToPiece(i)
+  special = ('<pad>', '</s>', '<unk>')
+  if i < len(special):
+    return special[i]
+  if i > vocabulary.sentinel_id - vocabulary.extra_ids:
+    return f'<extra_id_{vocabulary.sentinel_id - i}>'
+  return ''
+
+
+def _recorded_tokens(root: files.Path) -> list[AddedToken]:
+  """Return the tokens with ids in the files of a transformers tokenizer, by id.
+
+  Raises:
+    CheckpointError: a file does not list tokens with ids.
+  """
+  config = _read_json(root / TOKENIZER_CONFIG)
+  found: dict[Any, Any] = {}
+  path = root / TOKENIZER_CONFIG
+  try:
+    if 'added_tokens_decoder' in config:
+      found = {int(i): entry for i, entry in config['added_tokens_decoder'].items()}
+    elif (root / TOKENIZER_JSON).is_file():
+      path = root / TOKENIZER_JSON
+      entries = _read_json(path).get('added_tokens') or ()
+      found = {int(entry['id']): entry for entry in entries}
+    tokens = {i: _added_token(i, entry) for i, entry in found.items()}
+    path = root / ADDED_TOKENS
+    # The file of older versions has no further facts.
+    specials = {*_texts(config), *_texts(_read_json(root / 'special_tokens_map.json'))}
+    for content, i in _read_json(path).items():
+      entry = {'content': content, 'special': content in specials}
+      tokens.setdefault(int(i), _added_token(int(i), entry))
+  except (AttributeError, KeyError, TypeError, ValueError) as error:
+    if isinstance(error, T5xLiteError):
+      raise
+    raise CheckpointError(
+      f'{path} must list added tokens with their ids, got invalid contents ({type(error).__name__}: {error}). '
+      'Copy the file again.'
+    ) from error
+  return [token for _, token in sorted(tokens.items())]
+
+
+def _added_token(i: int, entry: Mapping[str, Any]) -> AddedToken:
+  """Return the token of an entry of a tokenizer's file."""
+  content = entry['content']
+  if not isinstance(content, str) or not content:
+    raise ValueError(f'content of {i} is {content!r}')
+  if i < 0:
+    raise ValueError(f'the id of {content!r} is {i}')
+  return AddedToken(
+    id=i,
+    content=content,
+    lstrip=bool(entry.get('lstrip', False)),
+    rstrip=bool(entry.get('rstrip', False)),
+    single_word=bool(entry.get('single_word', False)),
+    normalized=bool(entry.get('normalized', not entry.get('special', False))),
+  )
+
+
+def _texts(config: Mapping[str, Any]) -> list[str]:
+  """Return the special tokens in a file of transformers' tokenizer."""
+  texts = []
+  for key in ('additional_special_tokens', 'extra_special_tokens'):
+    for token in config.get(key) or ():
+      if isinstance(token, Mapping):
+        texts.append(token.get('content', ''))
+      else:
+        texts.append(str(token))
+  return texts
+
+
 def _recorded_extra_ids(
   tokenizer: Mapping[str, Any], special_tokens: Mapping[str, Any]
 ) -> int | None:
@@ -139,13 +250,9 @@ def _recorded_extra_ids(
   if is_number and (number or not str(tokenizer.get('tokenizer_class', '')).startswith('ByT5')):
     return number
   for config in (tokenizer, special_tokens):
-    for key in ('additional_special_tokens', 'extra_special_tokens'):
-      tokens = config.get(key) or ()
-      texts = [
-        token.get('content', '') if isinstance(token, Mapping) else str(token) for token in tokens
-      ]
-      if sentinels := {text for text in texts if _SENTINEL.fullmatch(text)}:
-        return len(sentinels)
+    sentinels = {text for text in _texts(config) if _SENTINEL.fullmatch(text)}
+    if sentinels:
+      return len(sentinels)
   if is_number and 'additional_special_tokens' in tokenizer:
     return 0
   return None
@@ -183,15 +290,19 @@ def read_sentencepiece_model(model_file: str) -> Any:
 # tokenizer.json
 
 
-def write_sentencepiece_model(folder: str, output: str | None = None) -> str:
+def write_sentencepiece_model(
+  folder: str, output: str | None = None, *, normalization: str = normalization_lib.T5
+) -> str:
   """Write the sentencepiece model from which the `tokenizer.json` of a T5-like tokenizer was made.
 
   The file has the pieces, scores and the normalization table; sentinels are omitted, as in T5's model file. The new
-  model encodes texts like the tokenizer, except where sentencepiece and transformers differ.
+  model encodes texts like the original one.
 
   Args:
     folder: path of a folder with `tokenizer.json`.
     output: path of the new file; None for `spiece.model` in the folder.
+    normalization: normalization of texts for a file without its table, as transformers 5 saves it: 't5' for T5's
+      table, or the rule of sentencepiece with which the model was trained, such as 'nmt_nfkc' or 'identity'.
 
   Returns:
     Path of the new file.
@@ -210,12 +321,18 @@ def write_sentencepiece_model(folder: str, output: str | None = None) -> str:
     raise ConfigError(
       f'{str(target)!r} must be a new file, got an existing one. Give another output, or delete it.'
     )
-  serialized = _rebuild(_read_json(source), str(source)).SerializeToString()
+  checks.check(
+    'write_sentencepiece_model',
+    {'normalization': normalization},
+    normalization=checks.one_of(normalization_lib.NAMES),
+  )
+  model = _rebuild(_read_json(source), str(source), normalization)
+  serialized = model.SerializeToString()
   files.write(target, serialized)
   return str(target)
 
 
-def _rebuild(tokenizer: Mapping[str, Any], path: str) -> Any:
+def _rebuild(tokenizer: Mapping[str, Any], path: str, normalization: str) -> Any:
   """Return the sentencepiece model of a `tokenizer.json`."""
   unigram = tokenizer.get('model') or {}
   pieces = unigram.get('vocab')
@@ -236,12 +353,15 @@ def _rebuild(tokenizer: Mapping[str, Any], path: str) -> Any:
       kind = _USER_DEFINED
     elif number in special:
       kind = _CONTROL
+    elif unigram.get('byte_fallback') and _BYTE_PIECE.fullmatch(piece):
+      kind = _BYTE
     else:
       kind = _NORMAL
     model.pieces.add(piece=piece, score=score, type=kind)
   model.trainer_spec.model_type = 1  # unigram
   model.trainer_spec.vocab_size = len(pieces)
-  ids = {piece: number for number, (piece, _) in enumerate(pieces[:10])}
+  model.trainer_spec.byte_fallback = bool(unigram.get('byte_fallback'))
+  ids = {piece: number for number, (piece, _) in enumerate(pieces)}
   model.trainer_spec.pad_id = ids.get('<pad>', -1)
   model.trainer_spec.eos_id = ids.get('</s>', -1)
   model.trainer_spec.unk_id = unk_id
@@ -250,19 +370,20 @@ def _rebuild(tokenizer: Mapping[str, Any], path: str) -> Any:
   model.trainer_spec.eos_piece = '</s>'
   model.trainer_spec.unk_piece = pieces[unk_id][0]
   model.normalizer_spec.name = 'from tokenizer.json'
-  model.normalizer_spec.precompiled_charsmap = _charsmap(tokenizer.get('normalizer'), path)
+  if tokenizer.get('normalizer') is None:
+    charsmap = normalization_lib.charsmap(normalization)
+  else:
+    charsmap = _charsmap(tokenizer['normalizer'], path)
+  model.normalizer_spec.precompiled_charsmap = charsmap
   model.normalizer_spec.add_dummy_prefix = True
   model.normalizer_spec.remove_extra_whitespaces = True
   model.normalizer_spec.escape_whitespaces = True
   return model
 
 
-def _charsmap(normalizer: Mapping[str, Any] | None, path: str) -> bytes:
+def _charsmap(normalizer: Mapping[str, Any], path: str) -> bytes:
   """Return sentencepiece's normalization table in a `normalizer` of `tokenizer.json`, empty without one."""
-  if normalizer is None:
-    parts = []
-  else:
-    parts = normalizer.get('normalizers', [normalizer])
+  parts = normalizer.get('normalizers', [normalizer])
   charsmap = b''
   for part in parts:
     if part.get('type') == 'Precompiled':

@@ -31,6 +31,13 @@ class TrimmedExamples(ExampleTable):
     return self.whole.fingerprint
 
   @property
+  def earlier(self) -> 'TrimmedExamples | None':
+    """See base class."""
+    if self.whole.earlier is None:
+      return None
+    return TrimmedExamples(self.whole.earlier, self._lengths, self._trim_output_features)
+
+  @property
   def end_ids(self) -> Mapping[str, int]:
     """See base class."""
     return self.whole.end_ids

@@ -8,6 +8,7 @@ import abc
 from collections.abc import Iterable, Sequence
 import hashlib
 import os
+import re
 from typing import Any
 
 from t5x_lite import checks
@@ -15,6 +16,8 @@ from t5x_lite import files
 from t5x_lite.errors import ConfigError, needs_packages
 
 PAD_ID = 0
+# Piece of a sentinel in a sentencepiece model.
+SENTINEL_PIECE = re.compile(r'\u2581?<extra_id_\d+>')
 
 
 def required_eos_id(vocabulary: Any) -> int:
@@ -71,15 +74,29 @@ class Vocabulary(abc.ABC):
   def _decode(self, ids: list[int]) -> str:
     """Return the text of `ids`, which end at the first end-of-sequence id."""
 
+  @property
+  def sentinel_id(self) -> int:
+    """The id of `<extra_id_0>`, T5's first sentinel; the next sentinels have the ids below."""
+    return self.vocab_size - 1
+
+  @property
+  def num_sentinels(self) -> int | None:
+    """The number of ids from `sentinel_id` downwards that no text contains; None if it is unknown."""
+    return self.extra_ids
+
+  def encode_literally(self, text: str) -> list[int]:
+    """Return the ids of `text`, in which `<extra_id_0>` is ordinary text."""
+    return self.encode(text)
+
   def _num_decodable_ids(self) -> int:
-    """Return the number of ids that can be decoded; larger ids become `unk_id`."""
+    """Return the number of ids that can be decoded; larger and negative ids become `unk_id`."""
     return self.vocab_size
 
   def decode(self, ids: Iterable[int]) -> str:
     """Return the text of `ids` up to and including the first end-of-sequence id."""
     clean = [int(i) for i in ids]
     if self.unk_id is not None:
-      clean = [self.unk_id if i >= self._num_decodable_ids() else i for i in clean]
+      clean = [i if 0 <= i < self._num_decodable_ids() else self.unk_id for i in clean]
     if self.eos_id is not None and self.eos_id in clean:
       clean = clean[: clean.index(self.eos_id) + 1]
     return self._decode(clean)
@@ -168,6 +185,13 @@ class PassThroughVocabulary(Vocabulary):
     checks.check(
       'PassThroughVocabulary', {'size': size}, size=checks.number(at_least=1, integer=True)
     )
+    checks.check(
+      'PassThroughVocabulary',
+      {'eos_id': eos_id},
+      eos_id=checks.number(
+        above=PAD_ID, below=size, integer=True, remedy='Id 0 is padding.'
+      ).or_none(),
+    )
     self._size = size
     self._eos_id = eos_id
 
@@ -185,6 +209,11 @@ class PassThroughVocabulary(Vocabulary):
   def extra_ids(self) -> int:
     """See base class."""
     return 0
+
+  @property
+  def num_sentinels(self) -> None:
+    """See base class; the ids may include sentinels."""
+    return None
 
   @property
   def vocab_size(self) -> int:
@@ -223,7 +252,10 @@ def sentencepiece_modules() -> tuple[Any, Any, type[Exception]]:
 
 
 class SentencePieceVocabulary(Vocabulary):
-  """Vocabulary of a sentencepiece model with sentinels as last ids, `<extra_id_0>` the very last."""
+  """Vocabulary of a sentencepiece model with sentinels as last ids, `<extra_id_0>` the very last.
+
+  The model must have T5's special ids: id 0 is padding, so no text may contain it, and there is an end of sequence.
+  """
 
   def __init__(
     self, sentencepiece_model_file: str, extra_ids: int = 0, *, reverse_extra_ids: bool = True
@@ -239,10 +271,11 @@ class SentencePieceVocabulary(Vocabulary):
     self._extra_ids = extra_ids
     self._reverse_extra_ids = reverse_extra_ids
     self._loaded: tuple[Any, str] | None = None
+    self._literal: Any = None
 
   def __getstate__(self) -> dict[str, Any]:
-    # gin copies the values of bindings; the copies must not hold the loaded processor.
-    return {**self.__dict__, '_loaded': None}
+    # gin copies the values of bindings; the copies must not hold the loaded processors.
+    return {**self.__dict__, '_loaded': None, '_literal': None}
 
   def _load(self) -> tuple[Any, str]:
     """Return (processor, hash of the model with its sentinels)."""
@@ -276,8 +309,14 @@ class SentencePieceVocabulary(Vocabulary):
           self._file,
           'Set --gin.VOCABULARY_FILE to a local copy, or train a model with `t5x_lite vocab`.',
         ) from error
+      check_special_ids('SentencePieceVocabulary', processor, self._file)
       self._loaded = processor, hashlib.sha256(serialized).hexdigest()
     return self._loaded
+
+  @property
+  def processor(self) -> Any:
+    """The `SentencePieceProcessor` of the model with its sentinels."""
+    return self._load()[0]
 
   @property
   def sentencepiece_model_file(self) -> str:
@@ -305,6 +344,18 @@ class SentencePieceVocabulary(Vocabulary):
     return self._load()[0].GetPieceSize()
 
   @property
+  def num_sentinels(self) -> int:
+    """See base class; pieces that the model reserves count too, as in models whose file has the sentinels."""
+    processor = self._load()[0]
+    number = 0
+    for i in reversed(range(processor.GetPieceSize())):
+      is_reserved = processor.IsControl(i) or processor.IsUnused(i)
+      if not is_reserved and not SENTINEL_PIECE.fullmatch(processor.IdToPiece(i)):
+        break
+      number += 1
+    return number
+
+  @property
   def byte_ids(self) -> frozenset[int]:
     """Ids of single bytes, if the model was trained with byte_fallback."""
     processor = self._load()[0]
@@ -319,8 +370,76 @@ class SentencePieceVocabulary(Vocabulary):
     """See base class."""
     return self._load()[0].EncodeAsIds(text)
 
+  def encode_literally(self, text: str) -> list[int]:
+    """See base class."""
+    if self._literal is None:
+      sentencepiece, model_pb2, _ = sentencepiece_modules()
+      model = model_pb2.ModelProto.FromString(self._load()[0].serialized_model_proto())
+      for piece in model.pieces:
+        if SENTINEL_PIECE.fullmatch(piece.piece):
+          piece.type = model_pb2.ModelProto.SentencePiece.UNUSED
+      self._literal = sentencepiece.SentencePieceProcessor()
+      self._literal.LoadFromSerializedProto(model.SerializeToString())
+    return self._literal.EncodeAsIds(text)
+
   def _decode(self, ids: list[int]) -> str:
     return self._load()[0].DecodeIds(ids)
+
+
+def check_special_ids(owner: str, processor: Any, path: str) -> None:
+  """Raise if a sentencepiece model lacks an id that is only padding, or an end of sequence.
+
+  Unknown text is never id 0 if all bytes have pieces (byte_fallback).
+
+  Args:
+    owner: class of the vocabulary, for the message.
+    processor: the `SentencePieceProcessor`.
+    path: path of the model, for the message.
+
+  Raises:
+    ConfigError: the message has the special ids.
+  """
+  has_bytes = any(processor.IsByte(i) for i in range(processor.GetPieceSize()))
+  is_padding = (
+    processor.IsControl(PAD_ID)
+    or processor.IsUnused(PAD_ID)
+    or (processor.IsUnknown(PAD_ID) and has_bytes)
+  )
+  if is_padding and processor.eos_id() > PAD_ID:
+    return
+  raise checks.invalid(
+    owner,
+    'sentencepiece_model_file',
+    "a model with T5's special ids: id 0 is padding, not text, and eos_id >= 1",
+    f'{path} with pad_id = {processor.pad_id()}, eos_id = {processor.eos_id()}, '
+    f'unk_id = {processor.unk_id()}, id 0 = {processor.IdToPiece(PAD_ID)}',
+    'Train a model with `t5x_lite vocab`, or with pad_id=0, eos_id=1, unk_id=2, bos_id=-1 of sentencepiece.',
+  )
+
+
+def check_ids(name: str, vocabulary: Any) -> None:
+  """Raise if the special ids of a vocabulary of any package collide with padding or are not among its ids.
+
+  Args:
+    name: name of the option.
+    vocabulary: the vocabulary; only the attributes that it has are checked.
+
+  Raises:
+    ConfigError: the message has the ids.
+  """
+  eos_id = getattr(vocabulary, 'eos_id', None)
+  size = getattr(vocabulary, 'vocab_size', None)
+  if eos_id is not None and size is not None and not PAD_ID < eos_id < size:
+    raise checks.invalid(
+      name,
+      'eos_id',
+      f'None or an id from 1 to {size - 1}; id 0 is padding',
+      eos_id,
+      "Use a vocabulary with T5's ids.",
+    )
+  is_seqio = not isinstance(vocabulary, Vocabulary)
+  if is_seqio and kind_of(vocabulary) == 'SentencePieceVocabulary':
+    check_special_ids(name, vocabulary.tokenizer, vocabulary.sentencepiece_model_file)
 
 
 def kind_of(vocabulary: Any) -> str:
@@ -368,13 +487,18 @@ def same_vocabulary(first: Any, second: Any) -> bool:
 def _with_real_path(identity: tuple[Any, ...]) -> tuple[Any, ...]:
   """Return `identity` with the real path of a local file."""
   name, *details = identity
+  if name == 'AddedTokensVocabulary':
+    base, tokens = details
+    return (name, _with_real_path(base), tokens)
   if name == 'SentencePieceVocabulary' and not files.is_remote(details[0]):
     details[0] = os.path.realpath(details[0])
   return (name, *details)
 
 
 def sentinel_id(vocabulary: Any) -> int:
-  """Return the id of `<extra_id_0>`, T5's first sentinel: the last id of `vocabulary`."""
+  """Return the id of `<extra_id_0>`, T5's first sentinel: the last id of `vocabulary`, without added tokens."""
+  if isinstance(vocabulary, Vocabulary):
+    return vocabulary.sentinel_id
   return vocabulary.vocab_size - 1
 
 

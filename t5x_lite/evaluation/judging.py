@@ -99,7 +99,7 @@ def decode_texts(task: data.EvalTask, outputs: Mapping[str, PyTree]) -> list[Any
   def decode(row):
     if row.ndim > 1:
       return [decode(part) for part in row]
-    return task.output_vocabulary.decode(row.tolist())
+    return task.decode(row.tolist())
 
   return [decode(row) for row in tokens]
 

@@ -98,6 +98,7 @@ class InteractiveModel:
     *,
     trainer_cls: trainer_lib.BaseTrainerConstructor | None = None,
     save_period: int | None = 1,
+    literal_sentinels: bool = False,
   ):
     """Restore or initialize the state; compile nothing.
 
@@ -119,6 +120,7 @@ class InteractiveModel:
       trainer_cls: constructor of the trainer, e.g. `trainer.Trainer` with its learning-rate schedule bound. None uses
         T5X's schedule, with 1000 steps of warmup, unless the optimizer has a learning rate.
       save_period: number of steps between checkpoints of `train_step`; None leaves saving to `save_checkpoint`.
+      literal_sentinels: encode `<extra_id_0>` like any other text, as a task with this option.
 
     Raises:
       ConfigError: options are out of range or contradict each other.
@@ -162,7 +164,13 @@ class InteractiveModel:
     )
     self._train_state_axes = initializer.train_state_axes
     self._inference = text_inference.TextInference(
-      model, partitioner, self._train_state_axes, self._task_feature_lengths, batch_size, add_eos
+      model,
+      partitioner,
+      self._train_state_axes,
+      self._task_feature_lengths,
+      batch_size,
+      add_eos,
+      literal_sentinels=literal_sentinels,
     )
     self._trainer = (trainer_cls or _default_trainer_cls(model))(
       model=model,

@@ -17,6 +17,7 @@ from t5x_lite import partitioning
 from t5x_lite import tree_utils
 from t5x_lite.data import features as features_lib
 from t5x_lite.data import text_examples
+from t5x_lite.data import text_ids
 from t5x_lite.errors import ConfigError, DataError
 from t5x_lite.models import BaseTransformerModel
 from t5x_lite.train_state import EvaluationState
@@ -70,6 +71,7 @@ class TextInference:
     batch_size: int,
     add_eos: bool | Mapping[str, bool] = True,
     length_remedies: Mapping[str, str] | None = None,
+    literal_sentinels: bool = False,
   ):
     """Store the arguments; compile nothing.
 
@@ -81,6 +83,7 @@ class TextInference:
       batch_size: number of rows per global batch.
       add_eos: whether texts end with the end-of-sequence id, for all features or by name.
       length_remedies: see `ExampleReader`.
+      literal_sentinels: see `TextFeature`.
 
     Raises:
       ConfigError: lengths or batch size are not supported by model or mesh, or the model's feature converter is a class
@@ -94,7 +97,9 @@ class TextInference:
     vocabularies = {'inputs': model.input_vocabulary, 'targets': model.output_vocabulary}
     features = {}
     for name, vocabulary in vocabularies.items():
-      features[name] = text_examples.TextFeature(vocabulary=vocabulary, add_eos=add_eos[name])
+      features[name] = text_examples.TextFeature(
+        vocabulary=vocabulary, add_eos=add_eos[name], literal_sentinels=literal_sentinels
+      )
     self.reader = text_examples.ExampleReader(
       self._converter, features, task_feature_lengths, length_remedies
     )
@@ -215,7 +220,7 @@ class TextInference:
     }
     if any('predictions' in names for names in wanted):
       ids, given['aux_values'] = self.predict(train_state, examples)
-      given['predictions'] = process(map(self.text, ids), False)
+      given['predictions'] = process(map(self._comparable_text, ids), False)
     if any('scores' in names for names in wanted):
       given['scores'], _ = self.score(train_state, examples)
     found: dict[str, Any] = {}
@@ -226,10 +231,17 @@ class TextInference:
       found |= metrics
     return found
 
+  def _comparable_text(self, ids: np.ndarray) -> str | list[str]:
+    """Return the result of `text` with sentinels, which the texts of targets have too."""
+    vocabulary = self._model.output_vocabulary
+    if ids.ndim > 1:
+      return [text_ids.decode_ids(row, vocabulary) for row in ids]
+    return text_ids.decode_ids(ids, vocabulary)
+
   def _target(self, example: Mapping[str, Any]) -> str:
     if 'targets_pretokenized' in example:
       return example['targets_pretokenized']
-    return self._model.output_vocabulary.decode(example['targets'].tolist())
+    return text_ids.decode_ids(example['targets'], self._model.output_vocabulary)
 
   def compile(self, kind: str, train_state: EvaluationState, **options: Any) -> None:
     """Compile 'predict' or 'score' with these options ahead of time; otherwise the first call compiles."""

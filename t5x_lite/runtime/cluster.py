@@ -451,7 +451,8 @@ def find_bind_address(address: str) -> str:
     found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
   except OSError:
     found = []
-  for family, kind, protocol, _, (name, *_) in found:
+  for family, kind, protocol, _, place in found:
+    name = str(place[0])
     # Many machines have their own name as a loopback address, while others know the real one.
     if _is_loopback(name) and host not in ('localhost', name):
       continue

@@ -9,7 +9,7 @@ import pytest
 from t5x_lite import data
 from t5x_lite.data import corpora
 from t5x_lite.data import span_corruption
-from t5x_lite.errors import DataError
+from t5x_lite.errors import ConfigError, DataError
 from tests.data.builtin_cases import assert_equal
 
 if (platform.system(), platform.machine()) != ('Linux', 'x86_64'):
@@ -194,3 +194,38 @@ def test_a_record_that_breaks_on_the_way_is_named(tmp_path, source):
     DataError, match=r"line 1: the preprocessor fail of .*'from_files' failed: KeyError: 'text'"
   ):
     cases.open(cases.make_cfg(cases.make_task(str(tmp_path / 'a.jsonl'), preprocessors=[fail])))
+
+
+def test_span_corruption_with_too_few_sentinels(tmp_path):
+  """Short texts need few; the longest record is an error when the data is opened."""
+  lengths = {'inputs': 4096, 'targets': 912}
+  short = [{'text': 'abcdefghij ' * 20}] * 9
+  path = cases.write(tmp_path / 'short.jsonl', short)
+  task = cases.make_task(path, preprocessors=[data.SpanCorruption()])
+  cases.take(cases.open(cases.make_cfg(task, batch_size=3, task_feature_lengths=lengths)), 3)
+  path = cases.write(tmp_path / 'long.jsonl', [*short, {'text': 'abcdefghij ' * 1000}])
+  cfg = cases.make_cfg(
+    cases.make_task(path, preprocessors=[data.SpanCorruption()]),
+    batch_size=3,
+    task_feature_lengths=lengths,
+  )
+  with pytest.raises(ConfigError, match=r'for each of its 227 spans, got ByteVocabulary\(125\)'):
+    cases.open(cfg)
+
+
+@pytest.mark.parametrize(
+  'vocabulary, options',
+  [(data.ByteVocabulary(0), {'first_sentinel': 258}), (data.PassThroughVocabulary(259, 1), {})],
+)
+def test_span_corruption_with_given_sentinels(tmp_path, vocabulary, options):
+  """The published weights of ByT5 have the last bytes as sentinels."""
+  ids = [byte + 3 for byte in b'abcdefghij ' * 9]
+  preprocessor = data.SpanCorruption(**options)
+  path = cases.write(tmp_path / 'a.jsonl', [{'text': ids}])
+  task = cases.make_task(path, preprocessors=[preprocessor], vocabulary=vocabulary)
+  (example,) = task.table('validation', {'inputs': 99, 'targets': 99}).examples(0, np.arange(1))
+  assert [i for i in example['inputs'] if i > 200] == [258, 257, 256, 255, 254]
+  path = cases.write(tmp_path / 'b.jsonl', [{'text': [*ids, 257]}])
+  task = cases.make_task(path, preprocessors=[preprocessor], vocabulary=vocabulary)
+  with pytest.raises(DataError, match='must not contain the sentinels 254 to 258 .*, got 257'):
+    task.table('validation', {'inputs': 99, 'targets': 99}).examples(0, np.arange(1))

@@ -1,11 +1,14 @@
 """Span corruption against its definition."""
 
+import ast
 import collections
+import re
 
 import numpy as np
 import pytest
 
 from t5x_lite import data
+from t5x_lite.data import builtin_tasks
 from t5x_lite.data import philox
 from t5x_lite.data import span_corruption
 from t5x_lite.errors import ConfigError
@@ -94,6 +97,46 @@ def test_too_short_targets_are_rejected():
   assert span_corruption.check_lengths({'inputs': 512, 'targets': 114}, 0.15, 3.0) == 568
   with pytest.raises(ConfigError, match='targets` must be a number >= 114, got 113'):
     span_corruption.check_lengths({'inputs': 512, 'targets': 113}, 0.15, 3.0)
+
+
+@pytest.mark.parametrize(
+  'vocabulary, length, needed',
+  [
+    (data.ByteVocabulary(125), 2500, None),
+    (data.ByteVocabulary(125), 4550, 227),
+    (data.ByteVocabulary(27), 568, 28),
+    (data.ByteVocabulary(28), 568, None),
+    (data.ByteVocabulary(0), 5, 1),
+    (data.PassThroughVocabulary(300, eos_id=1), 4550, None),  # its ids may be sentinels
+  ],
+)
+def test_each_span_has_a_sentinel(vocabulary, length, needed):
+  if needed is None:
+    span_corruption.check_sentinels(vocabulary, length, 0.15, 3.0)
+    return
+  with pytest.raises(
+    ConfigError, match=f'each of its {needed} spans, got .*{vocabulary.extra_ids} sentinels'
+  ) as error:
+    span_corruption.check_sentinels(vocabulary, length, 0.15, 3.0)
+  # Both remedies work.
+  span_corruption.check_sentinels(data.ByteVocabulary(needed), length, 0.15, 3.0)
+  shorter = re.search(r'TASK_FEATURE_LENGTHS to (\{.*?\}) or shorter', str(error.value))
+  assert (shorter is None) == (vocabulary.extra_ids == 0)
+  if shorter is not None:
+    lengths = ast.literal_eval(shorter[1])
+    segment_length = span_corruption.check_lengths(lengths, 0.15, 3.0)
+    span_corruption.check_sentinels(vocabulary, segment_length, 0.15, 3.0)
+    longer = span_corruption.random_spans_lengths(lengths['inputs'] + 20, 0.15, 3.0)[0]
+    with pytest.raises(ConfigError):
+      span_corruption.check_sentinels(vocabulary, longer, 0.15, 3.0)
+
+
+def test_documents_with_too_many_spans_are_rejected():
+  lengths = {'inputs': 4096, 'targets': 910}
+  for vocabulary in (data.ByteVocabulary(125), data.ByteVocabulary()):
+    task = builtin_tasks.docs_span_corruption_task(vocabulary=vocabulary)
+    with pytest.raises(ConfigError, match='must have a sentinel for each'):
+      task.table('validation', lengths)
 
 
 def test_each_epoch_has_new_noise():

@@ -267,6 +267,106 @@ def test_cloze_task_with_the_vocabulary(tmp_path, model_file):
   assert re.fullmatch(keyword, vocabulary.decode(example['targets']))
 
 
+def test_tokenizer_json_without_a_table_has_t5s(tmp_path, model_file):
+  """transformers 5 saves no table; T5's maps white space, full-width forms and zero-width joiners."""
+  folder = _folder(
+    tmp_path / 'x',
+    tokenizer=_tokenizer_json(model_file) | {'normalizer': None},
+    tokenizer_config={'extra_ids': 7},
+  )
+  tokenizer_folders.write_sentencepiece_model(folder)
+  rebuilt = tokenizer_folders.hugging_face_vocabulary(folder)
+  for text in (
+    '\ttab\nnew',
+    'a\x0bb\x1f\u00a0c',
+    '\uff41\uff42',
+    'a\u200db',
+    'e\u0301 \ufb01',
+    ' a  b ',
+  ):
+    plain = text.replace('\u200d', ' ').replace('\x1f', '')
+    original = data.SentencePieceVocabulary(str(model_file), 7)
+    assert rebuilt.encode(text) == original.encode(plain), text
+  identity = tmp_path / 'identity.model'
+  tokenizer_folders.write_sentencepiece_model(folder, str(identity), normalization='identity')
+  assert data.SentencePieceVocabulary(str(identity)).encode('\uff41')[-1] == 2
+  with pytest.raises(ConfigError, match="normalization` must be one of 't5'"):
+    tokenizer_folders.write_sentencepiece_model(folder, str(tmp_path / 'y'), normalization='T6')
+
+
+_TOKEN = {'content': '<sep>', 'special': False, 'lstrip': False}
+
+
+@pytest.mark.parametrize(
+  'files, expected',
+  [
+    ({'tokenizer_config': {'extra_ids': 7, 'added_tokens_decoder': {'207': _TOKEN}}}, 207),
+    ({'tokenizer_config': {'extra_ids': 7}, 'added_tokens': {'<sep>': 209}}, 209),
+    (
+      {
+        'tokenizer_config': {'extra_ids': 7},
+        'tokenizer': {'added_tokens': [{'id': 207, **_TOKEN}]},
+      },
+      207,
+    ),
+    ({'tokenizer_config': {'extra_ids': 0}, 'added_tokens': {'<sep>': 200}}, 200),
+    (
+      {'tokenizer_config': {'tokenizer_class': 'ByT5Tokenizer'}, 'added_tokens': {'<sep>': 384}},
+      384,
+    ),
+  ],
+)
+def test_added_tokens(tmp_path, model_file, files, expected):
+  is_bytes = 'tokenizer_class' in files['tokenizer_config']
+  folder = _folder(tmp_path / 'x', None if is_bytes else model_file, **files)
+  vocabulary = tokenizer_folders.hugging_face_vocabulary(folder)
+  base = data.ByteVocabulary(125)
+  if not is_bytes:
+    base = data.SentencePieceVocabulary(
+      f'{folder}/spiece.model', files['tokenizer_config']['extra_ids']
+    )
+  assert vocabulary.vocab_size == expected + 1
+  middle = base.encode('a') if not is_bytes else base.encode('a ')
+  assert vocabulary.encode('a <sep>b') == [*middle, expected, *base.encode('b')]
+  assert '<sep>' in vocabulary.decode([5, expected])
+  assert data.vocabularies.sentinel_id(vocabulary) == base.vocab_size - 1
+
+
+def test_tokens_that_the_vocabulary_has_are_not_added(tmp_path, model_file):
+  listed = {'0': '<pad>', '1': '</s>', '2': '<unk>'} | {
+    str(206 - i): text for i, text in enumerate(_SENTINELS)
+  }
+  decoder = {i: {'content': text, 'special': True} for i, text in listed.items()}
+  folder = _folder(
+    tmp_path / 'x', model_file, tokenizer_config={'extra_ids': 7, 'added_tokens_decoder': decoder}
+  )
+  assert tokenizer_folders.hugging_face_vocabulary(folder) == data.SentencePieceVocabulary(
+    f'{folder}/spiece.model', 7
+  )
+
+
+@pytest.mark.parametrize(
+  'tokens, message',
+  [
+    (
+      {'<sep>': 203},
+      "'<sep>' of .* must not have the id of a sentinel, got 203, that of <extra_id_3>",
+    ),
+    ({'<sep>': -1}, 'added_tokens.json must list added tokens'),
+    ({'<sep>': 'x'}, 'added_tokens.json must list added tokens'),
+    ({'': 207}, 'added_tokens.json must list added tokens'),
+  ],
+)
+def test_invalid_added_tokens(tmp_path, model_file, tokens, message):
+  folder = _folder(
+    tmp_path / 'x', model_file, tokenizer_config={'extra_ids': 7}, added_tokens=tokens
+  )
+  with pytest.raises((CheckpointError, ConfigError), match=message):
+    tokenizer_folders.hugging_face_vocabulary(folder)
+  if tokens.get('<sep>') == 203:  # The remedy.
+    assert tokenizer_folders.hugging_face_vocabulary(folder, extra_ids=3).encode('<sep>') == [203]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Files of an exported folder
 

@@ -3,6 +3,7 @@
 import copy
 import pathlib
 import pickle
+import types
 
 import pytest
 
@@ -12,6 +13,7 @@ from t5x_lite import object_store
 from t5x_lite.data import text_examples
 from t5x_lite.data import vocabularies
 from t5x_lite.errors import ConfigError
+from tests.data.test_text_ids import train_model
 
 
 def test_byte_ids():
@@ -40,6 +42,7 @@ def test_byte_ids():
     ([198, 172, 229, 133], 'é'),
     ([], ''),
     ([1], ''),
+    ([-1, 68, -300], 'A'),
   ],
 )
 def test_byte_texts(ids, text):
@@ -116,6 +119,58 @@ def test_one_file_is_one_vocabulary_however_its_path_is_written(tmp_path, monkey
 def test_rejected(make):
   with pytest.raises(ConfigError, match='must be an integer >= [01], got'):
     make()
+
+
+@pytest.mark.parametrize('eos_id', [-1, 0, 9, 10])
+def test_the_end_of_sequence_is_an_id_that_is_not_padding(eos_id):
+  with pytest.raises(
+    ConfigError, match=rf'eos_id` must be an integer in \(0, 9\) or None, got {eos_id}'
+  ):
+    data.PassThroughVocabulary(9, eos_id=eos_id)
+  own = types.SimpleNamespace(eos_id=eos_id, vocab_size=9)
+  with pytest.raises(ConfigError, match=rf'input.eos_id` must be None or .*, got {eos_id}'):
+    vocabularies.check_ids('input', own)
+  vocabularies.check_ids('input', types.SimpleNamespace(eos_id=None, vocab_size=9))
+
+
+@pytest.mark.parametrize(
+  'options, message',
+  [
+    ({'unk_id': 0, 'bos_id': 1, 'eos_id': 2, 'pad_id': -1}, 'eos_id = 2, unk_id = 0, id 0 = <unk>'),
+    ({'eos_id': -1}, 'pad_id = 0, eos_id = -1'),
+    ({'eos_id': 0, 'pad_id': 1}, 'eos_id = 0'),
+    ({'pad_id': 3}, 'pad_id = 3'),
+    # Accepted: bytes have pieces, so that nothing is unknown; id 0 begins sequences, which no text contains.
+    (
+      {
+        'unk_id': 0,
+        'bos_id': 1,
+        'eos_id': 2,
+        'pad_id': -1,
+        'byte_fallback': True,
+        'vocab_size': 330,
+      },
+      None,
+    ),
+    ({'bos_id': 0, 'pad_id': 3}, None),
+  ],
+)
+def test_special_ids_of_sentencepiece(tmp_path, options, message):
+  path = train_model(tmp_path / 'x.model', **options)
+  vocabulary = data.SentencePieceVocabulary(path, 10)
+  if message is None:
+    assert 0 not in vocabulary.encode('fox \u4e2d') and vocabulary.eos_id > 0
+    return
+  uses = [
+    lambda: vocabulary.encode('a'),
+    lambda: vocabulary.eos_id,
+    lambda: data.text_task(
+      name='t', texts_fn=lambda split: [], splits=('train',), vocabulary=vocabulary
+    ),
+  ]
+  for use in uses:
+    with pytest.raises(ConfigError, match=f'{message}.*t5x_lite vocab'):
+      use()
 
 
 @pytest.fixture(scope='module')

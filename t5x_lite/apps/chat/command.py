@@ -46,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     metavar='N',
     help="maximum length of an input in tokens; longer inputs are truncated. Default: the run's",
   )
+  parser.add_argument(
+    '--literal_sentinels',
+    action='store_true',
+    help='encode <extra_id_0> in an input like any other text, as a task with this option',
+  )
   add_gin_arguments(parser)
 
 
@@ -72,5 +77,6 @@ def run_command(arguments: argparse.Namespace) -> int:
     options=options,
     max_input_length=arguments.max_input_length,
     max_length=arguments.max_length,
+    literal_sentinels=arguments.literal_sentinels,
   )
   return ExitCode.OK

@@ -140,6 +140,7 @@ class Chat:
     options: DecodingOptions,
     max_input_length: int | None = None,
     max_length: int | None = None,
+    literal_sentinels: bool = False,
   ):
     """Restore the parameters and compile; see `chat`."""
     if jax.process_count() > 1:
@@ -179,6 +180,7 @@ class Chat:
         batch_size,
         {'inputs': not continues_text, 'targets': True},
         {feature: f'{flag} sets it' for feature, flag in _LENGTHS.items()},
+        literal_sentinels,
       )
       progress.note('compiling')
       started = time.perf_counter()
@@ -242,6 +244,7 @@ def chat(
   options: DecodingOptions = DecodingOptions(),
   max_input_length: int | None = None,
   max_length: int | None = None,
+  literal_sentinels: bool = False,
 ) -> None:
   """Answer the lines of standard input until it ends.
 
@@ -256,6 +259,7 @@ def chat(
     options: decoding options.
     max_input_length: maximum length of inputs in tokens; default as in training, or half of 'targets' without inputs.
     max_length: maximum length of answers in tokens; default as in training, or half of 'targets' without inputs.
+    literal_sentinels: encode `<extra_id_0>` like any other text, as the task of training with this option.
 
   Raises:
     ConfigError: options are invalid for the model or the mesh.
@@ -272,6 +276,7 @@ def chat(
     options,
     max_input_length,
     max_length,
+    literal_sentinels,
   )
   if sys.stdin.isatty() and sys.stdout.isatty():
     on_terminal(talk, sys.stdout)

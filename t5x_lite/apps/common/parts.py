@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 import logging
 import math
-from typing import Any
+from typing import Any, Self
 
 import jax
 
@@ -100,6 +100,23 @@ class RunConfig:
         evaluation.check_evaluator_cls(
           self.inference_evaluator_cls, each.dataset_cfg, each.infer_eval_cfg
         )
+
+  def with_earlier_sentinels(self) -> Self:
+    """Return the configuration of a run that an earlier version recorded; see `DatasetConfig.earlier_sentinels`."""
+
+    def changed(dataset_cfg: Any) -> Any:
+      return dataset_cfg and data.with_earlier_sentinels(dataset_cfg)
+
+    return dataclasses.replace(
+      self,
+      train_dataset_cfg=changed(self.train_dataset_cfg),
+      train_eval_dataset_cfg=changed(self.train_eval_dataset_cfg),
+      infer_eval_dataset_cfg=changed(self.infer_eval_dataset_cfg),
+      evaluations=[
+        dataclasses.replace(each, dataset_cfg=changed(each.dataset_cfg))
+        for each in self.evaluations
+      ],
+    )
 
   @property
   def rng_impl(self) -> str:

@@ -667,6 +667,13 @@ def _warn_of_late_schedule(schedule: Any, first: int, num_steps: int) -> None:
   )
 
 
+def has_earlier_sentinels(start: StartingPoint) -> bool:
+  """Return True if an earlier version recorded the run, with other ids for sentinels in the texts of its tasks."""
+  if not start.resumes:
+    return False
+  return start.metadata.get('run', {}).get('data', {}).get('earlier_sentinels', True)
+
+
 def record_data(start: StartingPoint, run_facts: dict[str, Any], cfg: data.DatasetConfig) -> None:
   """Record the facts that the order of the data depends on, and warn of changes since the last save.
 
@@ -681,7 +688,14 @@ def record_data(start: StartingPoint, run_facts: dict[str, Any], cfg: data.Datas
     'seed': cfg.effective_seed,
     'task_feature_lengths': dict(cfg.task_feature_lengths),
   }
-  for name in ('split', 'shuffle', 'pack', 'source', 'trim_output_features'):
+  for name in (
+    'split',
+    'shuffle',
+    'pack',
+    'source',
+    'trim_output_features',
+    'earlier_sentinels',
+  ):
     now[name] = getattr(cfg, name)
   before = run_facts.get('data', {}) if start.resumes else {}
   changes = []

@@ -39,6 +39,7 @@ from t5x_lite import untrusted
 from t5x_lite.apps.common import output_folder
 from t5x_lite.apps.common import restore as restore_lib
 from t5x_lite.apps.export import functions as export_functions
+from t5x_lite.data.added_tokens import AddedTokensVocabulary
 from t5x_lite.data.features import get_converter
 from t5x_lite.data.vocabularies import kind_of
 from t5x_lite.errors import ConfigError, T5xLiteError
@@ -371,6 +372,10 @@ def _write_variables(path: pathlib.Path, variables: Mapping[str, np.ndarray]) ->
 def _vocabulary(vocabulary: Any, feature: str, folder: pathlib.Path) -> dict[str, Any]:
   """Return the facts about a vocabulary of t5x_lite or seqio; copy its model file, if any, to `folder`."""
   kind = kind_of(vocabulary)
+  if isinstance(vocabulary, AddedTokensVocabulary):
+    tokens = [dataclasses.asdict(token) for token in vocabulary.tokens]
+    base = _vocabulary(vocabulary.base, feature, folder)
+    return {**base, 'size': vocabulary.vocab_size, 'added_tokens': tokens}
   facts = {
     'kind': kind,
     'size': vocabulary.vocab_size,

@@ -226,6 +226,13 @@ def train(
       cfg.partitioner.mesh.local_devices, is_enabled=cfg.log_cfg.device_memory
     )
 
+    # Starting point: this run's checkpoint, the configured one, or none. A run of an earlier version keeps its ids.
+    progress.note('looking for checkpoints')
+    with runtime.reporting_errors():
+      start = start_lib.choose_start(cfg.model_dir, cfg.checkpoint_cfg)
+    if start_lib.has_earlier_sentinels(start):
+      cfg = cfg.with_earlier_sentinels()
+
     # Data: an iterator of global batches, sharded over processes and devices, and finite batches for evaluation.
     run_data = parts_lib.open_data(
       stack,
@@ -243,10 +250,8 @@ def train(
       # A pipeline without a known position is an error now instead of at the first save.
       opening.until(batches.open, 'reading the position in the training data')
 
-    # Starting point and plan: this run's checkpoint, the configured one, or none.
+    # Plan: the first and the last step.
     stack.enter_context(runtime.reporting_errors())
-    progress.note('looking for checkpoints')
-    start = start_lib.choose_start(cfg.model_dir, cfg.checkpoint_cfg)
     first_step = start.step
     facts = start_lib.facts_of_run(start, cfg.random_seed)
     last_step = _find_last_step(cfg, start, facts['start_step'])

@@ -20,6 +20,7 @@ SPECIAL_OPTIONS = {
   'num_prefetch_threads': 'Omit it',
   'num_workers': 'Omit it',
   'num_epochs': 'Omit it',
+  'earlier_sentinels': 'Set earlier_sentinels = False',
 }
 
 
@@ -220,6 +221,11 @@ def check_source(cfg: Any) -> None:
         getattr(cfg, option),
         f'{remedy}. It works with source = {having} only.',
       )
+
+
+def supports_option(cfg: Any, option: str) -> bool:
+  """Return True if the source of a `DatasetConfig` supports an option of `SPECIAL_OPTIONS`."""
+  return option in _source_class(cfg.source).options
 
 
 def get_source(cfg: Any) -> DataSource:

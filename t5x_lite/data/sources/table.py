@@ -33,6 +33,7 @@ from t5x_lite.data.streams import PieceReader
 from t5x_lite.data.streams import Pieces
 from t5x_lite.data.streams import TaskStream
 from t5x_lite.data.table_iterator import TableIterator
+from t5x_lite.data.table_iterator import log_earlier_sentinels
 from t5x_lite.data.trimming import TrimmedExamples
 
 # Examples that are made together to find their lengths.
@@ -75,6 +76,9 @@ class TableSource(base.DataSource):
     opened = []
     for task in tasks:
       table = task.table(self.cfg.split, lengths)
+      if self.cfg.earlier_sentinels and table.earlier is not None:
+        log_earlier_sentinels(task.name)
+        table = table.earlier
       opened.append((task, TrimmedExamples(table, lengths, self.cfg.trim_output_features)))
     return converter, opened
 
@@ -276,7 +280,7 @@ class TableSource(base.DataSource):
 class BuiltinSource(TableSource):
   """Embedded and registered tasks without TensorFlow."""
 
-  options: ClassVar[tuple[str, ...]] = ('num_epochs',)
+  options: ClassVar[tuple[str, ...]] = ('num_epochs', 'earlier_sentinels')
 
   def tasks(self) -> Sequence[BuiltinTask]:
     """See base class."""
@@ -300,7 +304,7 @@ class BuiltinSource(TableSource):
 class GrainSource(BuiltinSource):
   """The batches of the builtin source, prefetched by grain."""
 
-  options = ('num_prefetch_threads', 'num_workers', 'num_epochs')
+  options = ('num_prefetch_threads', 'num_workers', 'num_epochs', 'earlier_sentinels')
 
   def open_reader(self, pieces: Pieces) -> PieceReader:
     """See base class."""

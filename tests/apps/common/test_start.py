@@ -477,3 +477,18 @@ def test_a_run_of_an_earlier_version_is_told_once_that_losses_are_defined_anew(s
     assert start_lib.facts_of_run(start, 0) == facts
     start_lib.facts_of_run(start_lib.StartingPoint(), 0)
   assert caplog.text.count('earlier version') == 1
+
+
+@pytest.mark.parametrize(
+  'resumes, recorded, expected',
+  [
+    (True, {'run': {'data': {'seed': 0}}}, True),  # an earlier version recorded it
+    (True, {}, True),
+    (True, {'run': {'data': {'earlier_sentinels': True}}}, True),  # and it was resumed
+    (True, {'run': {'data': {'earlier_sentinels': False}}}, False),
+    (False, {'run': {'data': {}}}, False),  # a new run from its checkpoint
+  ],
+)
+def test_runs_of_earlier_versions_keep_the_ids_of_sentinels(resumes, recorded, expected):
+  start = start_lib.StartingPoint(path='x', resumes=resumes, metadata=recorded)
+  assert start_lib.has_earlier_sentinels(start) == expected

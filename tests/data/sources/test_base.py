@@ -261,6 +261,7 @@ def test_options_of_other_sources_are_errors(row):
     'num_prefetch_threads': 3,
     'num_workers': 2,
     'num_epochs': 3,
+    'earlier_sentinels': True,
   }
   assert values.keys() == base.SPECIAL_OPTIONS.keys()
   for option, value in values.items():
