@@ -82,6 +82,23 @@ class DataError(T5xLiteError, ValueError):
   """Error of data that is unknown, empty, exhausted, or inconsistent with the model."""
 
 
+class MissingSplitError(DataError):
+  """Error of a split that a task or mixture does not have.
+
+  Attributes:
+    split: the split.
+  """
+
+  def __init__(self, message: str, split: str):
+    """Store the message and the split."""
+    super().__init__(message)
+    self.split = split
+
+  def __reduce__(self):
+    """Return how to copy the error, e.g. from another process."""
+    return type(self), (str(self), self.split)
+
+
 class DataUnavailableError(DataError):
   """Error of data that cannot be read now, although the same read may succeed later."""
 

@@ -45,7 +45,7 @@ from t5x_lite.data.vocabularies import ByteVocabulary
 from t5x_lite.data.vocabularies import Vocabulary
 from t5x_lite.data.vocabularies import required_eos_id
 from t5x_lite.data.vocabularies import sentinel_id
-from t5x_lite.errors import ConfigError, DataError, did_you_mean
+from t5x_lite.errors import ConfigError, DataError, MissingSplitError, did_you_mean
 
 NOISE_DENSITY = 0.15
 MEAN_NOISE_SPAN_LENGTH = 3.0
@@ -530,10 +530,10 @@ def _problem_of_pair(pair: Any, features: Mapping[str, bool]) -> str | None:
 
 
 def check_split(name: str, split: str, splits: Sequence[str]) -> None:
-  """Raise DataError if the task or mixture `name` does not have `split` among its `splits`."""
+  """Raise MissingSplitError if the task or mixture `name` does not have `split` among its `splits`."""
   if split not in splits:
-    raise DataError(
-      f'{name!r} has no split {split!r}.{did_you_mean(split, splits)}{split_remedy(splits)}'
+    raise MissingSplitError(
+      f'{name!r} has no split {split!r}.{did_you_mean(split, splits)}{split_remedy(splits)}', split
     )
 
 
@@ -570,13 +570,7 @@ def split_remedy(splits: Iterable[str]) -> str:
     proposed = next(iter(splits), None)
   if not proposed:
     return ''
-  remedy = f' To evaluate or to infer, set --gin.MIXTURE_OR_TASK_SPLIT={proposed}'
-  if proposed != 'validation':
-    remedy += (
-      '; to train without evaluation, set --gin.train_script.train.train_eval_dataset_cfg=None and '
-      '--gin.train_script.train.infer_eval_dataset_cfg=None'
-    )
-  return f'{remedy}.'
+  return f' To evaluate or to infer, set --gin.MIXTURE_OR_TASK_SPLIT={proposed}.'
 
 
 def _hash_arrays(arrays) -> str:

@@ -290,7 +290,7 @@ def test_positions_of_other_processes_and_data_are_rejected(run):
   builtin = _open(
     dataclasses.replace(mixture_cfg, mixture_or_task_name='python_cloze_and_docs', source='builtin')
   )
-  with pytest.raises(DataError, match="source: saved 'seqio', now 'builtin'"):
+  with pytest.raises(DataError, match="source 'seqio'.*reads the source 'builtin'. Resume with"):
     builtin.set_state(mixture_state)
   with pytest.raises(DataError, match="source: saved 'builtin', now 'seqio'"):
     iterator.set_state(builtin.get_state())

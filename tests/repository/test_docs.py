@@ -410,7 +410,10 @@ def accept(monkeypatch):
       commands.COMMANDS[arguments.command].run(arguments)
     gin.clear_config()
 
-  return accept
+  options = {name: jax.config.values[name] for name in ('jax_debug_nans', 'jax_debug_infs')}
+  yield accept
+  for name, value in options.items():
+    jax.config.update(name, value)
 
 
 def _has_seqio():

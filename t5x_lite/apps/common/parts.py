@@ -26,7 +26,7 @@ from t5x_lite import state_init
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.common import start as start_lib
 from t5x_lite.apps.common.evaluations import OpenEvaluation
-from t5x_lite.errors import ConfigError
+from t5x_lite.errors import ConfigError, MissingSplitError
 from t5x_lite.types import Batch
 
 
@@ -175,6 +175,11 @@ class RunData:
     return specs
 
 
+# Evaluations that the run files configure for each task, and their split.
+_SHORT_FORMS = (evaluation.TRAINING_EVAL, evaluation.INFERENCE_EVAL)
+_DEFAULT_SPLIT = 'validation'
+
+
 def open_data(
   stack: contextlib.ExitStack,
   cfg: RunConfig,
@@ -187,6 +192,8 @@ def open_data(
   open_fn: Callable[..., Any] = lambda fn, doing, close_fn=None: fn(),
 ) -> RunData:
   """Check the data against mesh and model, then open the training and evaluation data.
+
+  A task without a validation split is trained without the evaluations of the short form.
 
   Args:
     stack: exit stack that closes the data.
@@ -228,7 +235,8 @@ def open_data(
     )
   )
   opened = []
-  for name, folder, each in _evaluations(cfg):
+
+  def open_one(name: str, folder: str, each: evaluation.Evaluation) -> None:
     if each.decode:
       evaluator = open_fn(
         lambda each=each, folder=folder: evaluation.InferenceEvaluator(
@@ -264,6 +272,21 @@ def open_data(
           name=name, folder=folder, batches=batches_by_task, metric_fns=each.metric_fns
         )
       )
+
+  missing = None
+  for name, folder, each in _evaluations(cfg):
+    try:
+      open_one(name, folder, each)
+    except MissingSplitError as error:
+      if name not in _SHORT_FORMS or error.split != _DEFAULT_SPLIT:
+        raise
+      missing = error
+  if missing is not None:
+    logging.getLogger(__name__).info(
+      'No evaluation during training: %r has no split %r.',
+      cfg.train_dataset_cfg.name,
+      missing.split,
+    )
   return RunData(
     batches=batches,
     evaluations=opened,

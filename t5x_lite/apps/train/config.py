@@ -1,8 +1,8 @@
 """Configuration of a training run: the validated arguments of `train`."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 from t5x_lite import actions as actions_lib
 from t5x_lite import checkpoints
@@ -118,6 +118,22 @@ class TrainConfig(RunConfig):
       event_hooks = (event_hooks,)
     object.__setattr__(self, 'event_hooks', tuple(event_hooks))
     object.__setattr__(self, 'actions_by_mode', actions_lib.resolve_actions(self.actions))
+
+  def without_missing_evaluations(self, names: Collection[str]) -> Self:
+    """Return the configuration without the evaluations of the short form that are not in `names`.
+
+    Args:
+      names: names of the evaluations whose data was opened, see `parts.open_data`.
+    """
+    changes: dict[str, Any] = {}
+    if TRAINING_EVAL not in names:
+      changes['train_eval_dataset_cfg'] = None
+    if INFERENCE_EVAL not in names:
+      changes['infer_eval_dataset_cfg'] = None
+      changes['infer_eval_period'] = None
+    if len(changes) == 3:
+      changes['run_eval_before_training'] = False
+    return dataclasses.replace(self, **changes)
 
   @property
   def summary_period(self) -> int:

@@ -244,6 +244,7 @@ def train(
       note_fn=progress.note,
       open_fn=opening.call,
     )
+    cfg = cfg.without_missing_evaluations([each.name for each in run_data.evaluations])
     batches = run_data.batches
     save_cfg = cfg.checkpoint_cfg.save
     if save_cfg is not None and save_cfg.save_dataset:

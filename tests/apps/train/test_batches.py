@@ -429,6 +429,8 @@ def test_num_retries_is_checked(num_retries):
 class _Scripted:
   """Iterator that gives batches after given waits on a simulated clock."""
 
+  is_endless = True
+
   def __init__(self, *waits):
     self._waits = list(waits)
     self.now = 0.0
