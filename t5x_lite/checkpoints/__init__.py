@@ -62,7 +62,12 @@ __getattr__, __dir__, __all__ = lazy_names(
       'load_t5x_checkpoint',
       'register_ts_spec_for_serialization',
     ),
-    't5x_lite.checkpoints.lock': ('check_is_shared', 'ModelDirLock', 'lock_model_dir'),
+    't5x_lite.checkpoints.lock': (
+      'check_is_shared',
+      'check_model_dir',
+      'ModelDirLock',
+      'lock_model_dir',
+    ),
     't5x_lite.checkpoints.manager': ('CheckpointManager',),
     't5x_lite.checkpoints.manager_interface': (
       'CheckpointManagerConstructor',

@@ -213,14 +213,41 @@ def lock_model_dir(
     if is_full:
       remedy = 'Free disk space, then rerun the command'
     elif isinstance(e, (FileExistsError, NotADirectoryError)):
-      raise errors.CheckpointError(
-        f'The {what} must be a folder, got {str(path)!r}, which is a file or in a file. Choose {elsewhere}.'
-      ) from e
+      raise _no_folder_error(path, what, elsewhere) from e
     else:
       remedy = 'Change its permissions'
     raise (errors.SaveError if is_full else errors.CheckpointError)(
       f'The {what} {str(path)!r} cannot be written: {e}. {remedy}, or choose {elsewhere}.'
     ) from e
+
+
+def check_model_dir(directory: str | os.PathLike[str]) -> None:
+  """Raise what `lock_model_dir` would raise for the path of a model directory; create nothing, for `--dry_run`.
+
+  Raises:
+    ConfigError, CheckpointError: see `lock_model_dir`.
+  """
+  what = 'model directory'
+  elsewhere = 'another MODEL_DIR'
+  discovery.check_path(directory, what)
+  path = files.path(directory).absolute()
+  if files.is_remote(path):
+    return
+  # A link whose target does not exist is in the way too.
+  nearest = next(each for each in (path, *path.parents) if each.exists() or each.is_symlink())
+  if not nearest.is_dir():
+    raise _no_folder_error(path, what, elsewhere)
+  if not os.access(nearest, os.W_OK | os.X_OK):
+    raise errors.CheckpointError(
+      f'The {what} {str(path)!r} cannot be written: no permission for {str(nearest)!r}. Change its permissions, or '
+      f'choose {elsewhere}.'
+    )
+
+
+def _no_folder_error(path: files.Path, what: str, elsewhere: str) -> errors.CheckpointError:
+  return errors.CheckpointError(
+    f'The {what} must be a folder, got {str(path)!r}, which is a file or in a file. Choose {elsewhere}.'
+  )
 
 
 def check_is_shared(lock: ModelDirLock, *, seconds: float = _SHARED_SECONDS) -> None:

@@ -195,7 +195,9 @@ def train(
   files.set_store_seconds(cfg.model_dir, cfg.max_store_seconds)
   profiler = runtime.StepProfiler(cfg.profile_steps, os.path.join(cfg.model_dir, 'train'))
   with contextlib.ExitStack() as stack:
-    if not cfg.dry_run:
+    if cfg.dry_run:
+      checkpoints.check_model_dir(cfg.model_dir)
+    else:
       stack.enter_context(standard_streams.lossy_output('stdout', 'stderr'))
       checkpoints.check_is_shared(stack.enter_context(checkpoints.lock_model_dir(cfg.model_dir)))
       checkpoints.recover_spooled(cfg.spool_dir, cfg.model_dir)

@@ -1,6 +1,8 @@
 """`--dry_run` rejects what the run rejects after its plan: positions in other data, no batch, damaged values, sizes."""
 
 import logging
+import os
+import re
 
 import numpy as np
 import pytest
@@ -37,6 +39,18 @@ def _spoilt(saved, tmp_path, name, change):
   ) as manager:
     manager.save(6, state, metadata=metadata)
   return tmp_path / 'spoilt' / 'checkpoint_6'
+
+
+@pytest.mark.parametrize('dry_run', [True, False])
+def test_model_directories_that_a_run_rejects(tmp_path, dry_run):
+  (tmp_path / 'file').write_text('mine')
+  for name in ('file', 'file/run', 'file/a/run'):
+    with pytest.raises(errors.CheckpointError, match='must be a folder, got .*is a file or in a'):
+      toy_run.train(tmp_path / name, 1, dry_run=dry_run, **_SAVE_ONLY)
+  expected = f'write {os.path.expanduser("~/runs/x")!r}'
+  with pytest.raises(errors.ConfigError, match=re.escape(expected)):
+    toy_run.train('~/runs/x', 1, dry_run=dry_run, **_SAVE_ONLY)
+  assert [path.name for path in tmp_path.iterdir()] == ['file']
 
 
 @pytest.mark.parametrize('dry_run', [True, False])
