@@ -33,7 +33,7 @@ def _loss_and_gradients(args, vocab_size, chunk_size):
     loss, z_loss, is_correct = token_losses.weighted_loss(
       outputs, targets, None, 0.0, 1e-4, float(targets.size)
     )
-    return loss, (z_loss, jnp.sum(is_correct))
+    return loss.value, (z_loss.value, jnp.sum(is_correct))
 
   shapes = (
     jax.ShapeDtypeStruct((args.batch, args.length, args.width), jnp.dtype(args.dtype)),

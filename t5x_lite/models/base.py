@@ -396,9 +396,10 @@ class BaseTransformerModel(BaseModel):
       (loss, z_loss, is_correct): float32 scalars, the loss to differentiate and the part of it that is z-loss, which is
       only a metric; and bool[batch, length], True where the prediction is correct.
     """
-    return token_losses.weighted_loss(
+    loss, z_loss, is_correct = token_losses.weighted_loss(
       outputs, targets, weights, self._label_smoothing, self._z_loss, loss_normalizing_factor
     )
+    return loss.value, z_loss.value, is_correct
 
   def auxiliary_losses(
     self, intermediates: Mapping[str, Any], batch: Batch

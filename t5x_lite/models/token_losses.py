@@ -180,7 +180,7 @@ def weighted_loss(
   label_smoothing: float,
   z_loss: float,
   loss_normalizing_factor: float | Array | None,
-) -> tuple[Array, Array, Array]:
+) -> tuple[losses.NormalizedLoss, losses.NormalizedLoss, Array]:
   """Return the loss of `losses.compute_weighted_cross_entropy` and the positions with correct predictions.
 
   Args:
@@ -189,10 +189,10 @@ def weighted_loss(
     weights: <float>[batch, length], or None for ones.
     label_smoothing: see `losses.token_cross_entropy`.
     z_loss: see `losses.token_cross_entropy`.
-    loss_normalizing_factor: divisor of both sums; None means 1.
+    loss_normalizing_factor: divisor of both sums; None means 1. An array is a factor computed from the batch.
 
   Returns:
-    (loss, z_loss, is_correct): float32 scalars, of which only `loss` has a gradient, and bool [batch, length], True
+    (loss, z_loss, is_correct): two losses, of which only `loss.value` has a gradient, and bool [batch, length], True
     where the target has the largest logit.
 
   Raises:
@@ -206,22 +206,30 @@ def weighted_loss(
     loss, z, _ = losses.compute_weighted_cross_entropy(
       logits, targets, weights, label_smoothing, z_loss, loss_normalizing_factor
     )
-    return loss, jax.lax.stop_gradient(z), batch_metrics.is_argmax(logits, targets)
+    return (
+      losses.NormalizedLoss.of(loss, weights, loss_normalizing_factor),
+      losses.NormalizedLoss.of(jax.lax.stop_gradient(z), weights, loss_normalizing_factor),
+      batch_metrics.is_argmax(logits, targets),
+    )
   losses.check_targets((*outputs.hidden.shape[:2], outputs.vocab_size), targets, weights)
   if weights is None:
-    weights = jnp.ones(targets.shape, jnp.float32)
+    divided = jnp.ones(targets.shape, jnp.float32)
   else:
-    weights = weights.astype(jnp.float32)
+    divided = weights.astype(jnp.float32)
   # Before the gradients, which may be rounded to half precision.
   if loss_normalizing_factor is not None:
-    weights = weights / loss_normalizing_factor
+    divided = divided / loss_normalizing_factor
   # Only the fields that are not arrays, since those are static arguments.
   projection = dataclasses.replace(outputs, hidden=None, kernel=None)
   results: Any = _loss_in_chunks(
-    outputs.hidden, outputs.kernel, targets, weights, projection, chunks
+    outputs.hidden, outputs.kernel, targets, divided, projection, chunks
   )
   loss, z, is_correct = results
-  return loss, jax.lax.stop_gradient(z), is_correct
+  return (
+    losses.NormalizedLoss.of(loss, weights, loss_normalizing_factor),
+    losses.NormalizedLoss.of(jax.lax.stop_gradient(z), weights, loss_normalizing_factor),
+    is_correct,
+  )
 
 
 def _all_logits(outputs: Outputs) -> Array:

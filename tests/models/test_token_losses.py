@@ -49,7 +49,7 @@ def _loss(
     hidden, kernel, vocab_dim=0 if tied else 1, divisor=4.0 if tied else 1.0, chunk_size=chunk_size
   )
   loss, *others = token_losses.weighted_loss(outputs, targets, weights, smoothing, z_loss, factor)
-  return 1.7 * loss, others
+  return 1.7 * loss.value, others
 
 
 def _close(actual, expected, rtol=1e-6):
