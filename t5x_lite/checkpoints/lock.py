@@ -246,7 +246,7 @@ def check_model_dir(directory: str | os.PathLike[str]) -> None:
 
 def _no_folder_error(path: files.Path, what: str, elsewhere: str) -> errors.CheckpointError:
   return errors.CheckpointError(
-    f'The {what} must be a folder, got {str(path)!r}, which is a file or in a file. Choose {elsewhere}.'
+    f'The {what} {str(path)!r} cannot be written: it is a file, or in one. Choose {elsewhere}.'
   )
 
 

@@ -254,7 +254,7 @@ def test_other_data_is_rejected_when_resuming(tmp_path):
   for task in (changed[0], changed[2]):
     with pytest.raises(DataError, match='content: saved .*restore_dataset = False'):
       cases.open(dataclasses.replace(cfg, mixture_or_task_name=task)).set_state(state)
-  with pytest.raises(DataError, match="source: saved 'grain', now 'builtin'"):
+  with pytest.raises(DataError, match="source 'grain'.*reads the source 'builtin'. Resume with"):
     cases.open(dataclasses.replace(cfg, source='builtin')).set_state(state)
 
 

@@ -45,7 +45,7 @@ def _spoilt(saved, tmp_path, name, change):
 def test_model_directories_that_a_run_rejects(tmp_path, dry_run):
   (tmp_path / 'file').write_text('mine')
   for name in ('file', 'file/run', 'file/a/run'):
-    with pytest.raises(errors.CheckpointError, match='must be a folder, got .*is a file or in a'):
+    with pytest.raises(errors.CheckpointError, match='cannot be written: it is a file, or in one'):
       toy_run.train(tmp_path / name, 1, dry_run=dry_run, **_SAVE_ONLY)
   expected = f'write {os.path.expanduser("~/runs/x")!r}'
   with pytest.raises(errors.ConfigError, match=re.escape(expected)):
