@@ -463,7 +463,7 @@ def test_a_model_directory_that_cannot_be_one(capsys, tmp_path, below):
   status = cli.main(['train', *_RECIPE, f'--gin.MODEL_DIR={path}'])
   err = capsys.readouterr().err
   assert status == 2 and 'Traceback' not in err and str(path) in err
-  assert 'must be a folder' in err and 'Choose another MODEL_DIR' in err
+  assert 'it is a file, or in one' in err and 'Choose another MODEL_DIR' in err
 
 
 def test_a_model_directory_of_another_scheme_is_rejected(capsys):
