@@ -1,12 +1,10 @@
 """Several processes of one command on this machine. Those of a run are in tests/multiprocess."""
 
-import fcntl
 import os
 import pathlib
 import signal
 import subprocess
 import sys
-import termios
 import textwrap
 import time
 
@@ -152,20 +150,37 @@ def test_a_signal_to_the_launcher_and_its_processes_is_one_signal():
   assert sorted(line.split()[-1] for line in out.splitlines()) == ['saved'] * 2 + ['saving'] * 2
 
 
+# Runs a program whose controlling terminal is its standard input.
+_TAKE_TERMINAL = """
+import fcntl, os, sys, termios
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
 def test_a_second_ctrl_c_in_a_terminal_ends_all_at_once():
   master, slave = os.openpty()
   process = subprocess.Popen(
     [
-      *(sys.executable, '-m', 't5x_lite', 'launch', '-n', '2', '--'),
-      *(sys.executable, '-c', textwrap.dedent(_SAVES)),
+      *(
+        sys.executable,
+        '-c',
+        _TAKE_TERMINAL,
+        sys.executable,
+        '-m',
+        't5x_lite',
+        'launch',
+        '-n',
+        '2',
+      ),
+      *('--', sys.executable, '-c', textwrap.dedent(_SAVES)),
     ],
     stdin=slave,
     stdout=subprocess.PIPE,
     stderr=subprocess.DEVNULL,
     text=True,
     env=os.environ | {'JAX_PLATFORMS': 'cpu'},
-    start_new_session=True,
-    preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
   )
   os.close(slave)
   for line in ('ready', 'saving'):
