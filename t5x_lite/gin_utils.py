@@ -417,8 +417,9 @@ def _bindings_given_up(texts: Sequence[gin_syntax.Text]) -> Iterator[gin_syntax.
 
   Args:
     texts: files and flags in the order of application. A file with its includes is one text, which replaces its own
-      bindings on purpose.
+      bindings on purpose. Texts that a command adds replace nothing for the user.
   """
+  texts = [text for text in texts if text.is_of_user]
   last = {binding.target: binding for binding in gin_syntax.bindings_of(texts)}
   for top in texts:
     effective = {binding.target: binding for binding in gin_syntax.bindings_of([top])}.values()

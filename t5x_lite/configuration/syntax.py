@@ -154,6 +154,13 @@ class Text:
   statements: tuple['Statement | Text', ...]
   path: files.Path | None = None
 
+  @property
+  def is_of_user(self) -> bool:
+    """Whether it is a file or a flag, not text that a command adds."""
+    return self.path is not None or all(
+      statement.location.on_command_line for statement in self.walk()
+    )
+
   def walk(self) -> Iterator[Statement]:
     """Yield all statements in the order in which they take effect."""
     for statement, _ in self.walk_files():
