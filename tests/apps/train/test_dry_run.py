@@ -121,6 +121,32 @@ def test_another_optimizer_begins_anew(saved, tmp_path, caplog, capsys):
   )
 
 
+def test_new_parameters_do_not_begin_the_schedule_of_an_optimizer(tmp_path, caplog):
+  caplog.set_level(logging.INFO)
+  schedule = schedules.create_learning_rate_scheduler(
+    'constant * cosine_decay', base_learning_rate=0.2, warmup_steps=0, steps_per_cycle=8
+  )
+  options = {
+    'model': toy_run.model(optimizers.adamw(schedule)),
+    'trainer_kwargs': {'learning_rate_fn': None},
+    **_SAVE_ONLY,
+  }
+  toy_run.train(tmp_path / 'first', 6, **options)
+
+  def messages(*dropped):
+    caplog.clear()
+    restore = _restore(
+      tmp_path / 'first', fallback_to_scratch=True, assignment_map=[(d, None) for d in dropped]
+    )
+    toy_run.train(tmp_path / 'run', 8, dry_run=True, restore=restore, **options)
+    return caplog.text
+
+  found = messages('target/embedding', 'state/param_states/.*/embedding')
+  assert 'Learning rate: 0.02929 at the first step (7)' in found and 'at most' in found
+  assert 'Learning rate: 0.2 at the first step (7)' in messages('state/param_states/.*')
+  assert 'Learning rate: 0.2 at the first step (7)' in messages('state/param_states/2/count')
+
+
 def test_learning_rates_of_a_run_from_a_checkpoint(saved, tmp_path, caplog):
   caplog.set_level(logging.INFO)
 
