@@ -384,15 +384,17 @@ def without_other_optimizer(start: StartingPoint, state_shape: TrainState) -> St
   if start.path is None or start.resumes or cfg is None or not cfg.fallback_to_scratch:
     return start
   source = checkpoints.open_source(start.path)
-  stored = [name for name in source.shapes() if name.startswith(OPTIMIZER_STATE)]
+  if not any(name.startswith(OPTIMIZER_STATE) for name in source.shapes()):
+    return start
+  wanted = tree_utils.flatten_dict(state_shape.state_dict())
+  names = [name for name in wanted if name.startswith(OPTIMIZER_STATE)]
   rules = tuple(cfg.assignment_map or ())
-  if not any(not any(re.fullmatch(rule[0], name) for rule in rules) for name in stored):
+  if names and all(any(re.fullmatch(rule[0], name) for rule in rules) for name in names):
     return start
   saved_with = source.metadata.get('optimizer', {}).get('name')
   own = state_shape.optimizer_def.name
   if saved_with is None:
     # Other programs do not record the optimizer.
-    wanted = tree_utils.flatten_dict(state_shape.state_dict())
     is_other = _slots(source.shapes()) != _slots(wanted)
     saved_with = 'another optimizer'
   else:
