@@ -191,11 +191,11 @@ class _Finder:
     for match in self._pattern.finditer(text):
       token = self._tokens[match[0]]
       start, stop = match.span()
-      is_within = _ends_with_word(text[:start]) or _ends_with_word(text[stop:][:1])
-      if token.single_word and is_within:
+      neighbors = text[max(start - 1, 0) : start], text[stop : stop + 1]
+      if token.single_word and any(map(_is_of_word, neighbors)):
         continue
       if token.lstrip:
-        start = max(len(text[:start].rstrip()), end)
+        start = end + len(text[end:start].rstrip())
       if token.rstrip:
         stop = len(text) - len(text[stop:].lstrip())
       if end < start:
@@ -206,5 +206,5 @@ class _Finder:
       yield text[end:]
 
 
-def _ends_with_word(text: str) -> bool:
-  return re.search(r'\w\Z', text) is not None
+def _is_of_word(character: str) -> bool:
+  return re.fullmatch(r'\w', character) is not None

@@ -18,7 +18,8 @@ from t5x_lite.data.vocabularies import sentinel_id
 from t5x_lite.errors import DataError
 from t5x_lite.formatting import short_repr
 
-_SENTINEL_TEXT = re.compile(r'<extra_id_(\d{1,9})>')
+# Without leading zeros and other digits, which no vocabulary has in sentinels.
+_SENTINEL_TEXT = re.compile(r'<extra_id_(0|[1-9][0-9]{0,8})>')
 
 
 def num_sentinels(vocabulary: Any) -> int | None:

@@ -118,12 +118,14 @@ class _Step:
     inputs: number of each input in the flags.
     outputs: number of each output in the flags.
     body: search of the body of a loop, or None.
+    is_reversed: whether the loop begins at the last iteration.
   """
 
   operation: Operation
   inputs: list[int]
   outputs: list[int]
   body: '_Search | None' = None
+  is_reversed: bool = False
 
 
 class _Search:
@@ -181,6 +183,7 @@ class _Search:
         sizes = _scan_sizes(eqn)
         if sizes is not None:
           step.body = _Search(*self._tests)
+          step.is_reversed = eqn.params['reverse']
           outputs, bodies[str(len(self._steps))] = _scan(eqn, inputs, sizes, step.body)
         else:
           outputs = _bind(eqn, inputs)
@@ -191,6 +194,13 @@ class _Search:
 
   def culprit(self, flags: Any) -> Operation | None:
     """Return the operation that gives the first bad value of the results; None if only arguments are infinite."""
+    found, from_argument = self._trace(flags)
+    if found is None and from_argument and self._tests[0]:
+      return Operation('argument', 'its call', '')
+    return found
+
+  def _trace(self, flags: Any) -> tuple[Operation | None, bool]:
+    """Return the first operation that gives a bad value of the results, and whether one comes from an argument."""
     is_bad = flags['values']
     producers = {}
     for step, numbered in enumerate(self._steps):
@@ -212,28 +222,25 @@ class _Search:
       new = set(bad) - seen
       seen |= new
       waiting += new
-    if found:
-      first = min(found)
-      body = self._steps[first].body
-      inner = body and body.first_in_loop(flags['bodies'][str(first)])
-      return inner or self._steps[first].operation
-    if from_argument and self._tests[0]:
-      return Operation('argument', 'its call', '')
-    return None
+    if not found:
+      return None, from_argument
+    first = min(found)
+    step = self._steps[first]
+    inner = step.body and step.body.first_in_loop(flags['bodies'][str(first)], step.is_reversed)
+    return inner or step.operation, from_argument
 
-  def first_in_loop(self, flags: Any) -> Operation | None:
-    """Return the operation with the first bad result from good inputs, by iteration."""
-    values = flags['values']
-    for i in range(len(values)):
-      for number, step in enumerate(self._steps):
-        if any(values[i, each] for each in step.outputs) and not any(
-          values[i, each] for each in step.inputs
-        ):
-          body = flags['bodies'].get(str(number))
-          if step.body is None or body is None:
-            return step.operation
-          inner = step.body.first_in_loop(jax.tree.map(lambda x, i=i: x[i], body))
-          return inner or step.operation
+  def first_in_loop(self, flags: Any, is_reversed: bool) -> Operation | None:
+    """Return the operation that gives the first bad result of an iteration from good inputs of the iteration.
+
+    Args:
+      flags: flags of the body with a leading dim of iterations.
+      is_reversed: whether the loop begins at the last of them.
+    """
+    iterations = range(len(flags['values']))
+    for i in reversed(iterations) if is_reversed else iterations:
+      found, _ = self._trace(jax.tree.map(lambda x, i=i: x[i], flags))
+      if found is not None:
+        return found
     return None
 
 

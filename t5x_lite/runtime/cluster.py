@@ -544,9 +544,9 @@ def _interrupt_on_signals() -> None:
 
   def handle(number: int, frame: Any) -> None:
     del frame
-    if requests.count and not requests.add(number):
+    is_first = not requests.count
+    if not requests.add(number) and not is_first:
       return  # the same request again
-    requests.add(number)
     name = signal.Signals(number).name
     raise StoppedOnSignalError(
       f'Stopped by {name} outside of the steps of a run; there is nothing to save.', signal=name

@@ -124,6 +124,12 @@ def test_all_sources_have_the_same_pieces(tmp_path, pieces, text, equal):
     assert ids == plain.encode(text), name
 
 
+@pytest.mark.parametrize('text', ['<extra_id_00>', '<extra_id_007>', '<extra_id_\u0663>'])
+def test_numbers_that_no_sentinel_has_are_text(text):
+  assert text_ids.encode_text(text, _BYTES) == _BYTES.encode(text)
+  assert text_ids.decode_ids(text_ids.encode_text(text, _BYTES), _BYTES) == text
+
+
 def test_predictions_and_targets_with_sentinels_are_equal_texts():
   task = cases.make_task(metric_fns=[data.exact_match])
   text = '<extra_id_0> a <extra_id_1>'

@@ -44,6 +44,14 @@ def _loop(x):
   return jax.lax.scan(step, jnp.float32(2.5), x)
 
 
+def _masked_in_loop(x):
+  def step(carry, y):
+    replaced = jnp.where(y > 0, jnp.log(y), 0.0)
+    return carry + replaced, jnp.sqrt(y - 100)  # sqrt
+
+  return jax.lax.scan(step, 0.0, x)
+
+
 def _loops(x):
   def outer(carry, x):
     def inner(carry, number):
@@ -65,7 +73,9 @@ def _condition(x):
 _X = np.array([-1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], np.float32)
 
 
-@pytest.mark.parametrize('fn', [_plain, _masked, _call, _loop, _loops, _gradient, _condition])
+@pytest.mark.parametrize(
+  'fn', [_plain, _masked, _call, _loop, _masked_in_loop, _loops, _gradient, _condition]
+)
 @pytest.mark.parametrize('num_devices', [1, 8])
 def test_the_operation_is_named_with_its_line(options, fn, num_devices):
   lines, first = inspect.getsourcelines(fn)

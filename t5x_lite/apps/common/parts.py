@@ -193,7 +193,7 @@ def open_data(
 ) -> RunData:
   """Check the data against mesh and model, then open the training and evaluation data.
 
-  A task without a validation split is trained without the evaluations of the short form.
+  A task without a validation split is trained without the evaluations of the short form on this task.
 
   Args:
     stack: exit stack that closes the data.
@@ -273,19 +273,21 @@ def open_data(
         )
       )
 
-  missing = None
+  is_missing = False
   for name, folder, each in _evaluations(cfg):
     try:
       open_one(name, folder, each)
     except MissingSplitError as error:
-      if name not in _SHORT_FORMS or error.split != _DEFAULT_SPLIT:
+      is_default = name in _SHORT_FORMS and error.split == _DEFAULT_SPLIT
+      # An evaluation on another task was asked for by name.
+      if not is_default or each.dataset_cfg.name != cfg.train_dataset_cfg.name:
         raise
-      missing = error
-  if missing is not None:
+      is_missing = True
+  if is_missing:
     logging.getLogger(__name__).info(
       'No evaluation during training: %r has no split %r.',
       cfg.train_dataset_cfg.name,
-      missing.split,
+      _DEFAULT_SPLIT,
     )
   return RunData(
     batches=batches,

@@ -384,15 +384,17 @@ def without_other_optimizer(start: StartingPoint, state_shape: TrainState) -> St
   if start.path is None or start.resumes or cfg is None or not cfg.fallback_to_scratch:
     return start
   source = checkpoints.open_source(start.path)
-  stored = [name for name in source.shapes() if name.startswith(OPTIMIZER_STATE)]
+  if not any(name.startswith(OPTIMIZER_STATE) for name in source.shapes()):
+    return start
+  wanted = tree_utils.flatten_dict(state_shape.state_dict())
+  names = [name for name in wanted if name.startswith(OPTIMIZER_STATE)]
   rules = tuple(cfg.assignment_map or ())
-  if not any(not any(re.fullmatch(rule[0], name) for rule in rules) for name in stored):
+  if names and all(any(re.fullmatch(rule[0], name) for rule in rules) for name in names):
     return start
   saved_with = source.metadata.get('optimizer', {}).get('name')
   own = state_shape.optimizer_def.name
   if saved_with is None:
     # Other programs do not record the optimizer.
-    wanted = tree_utils.flatten_dict(state_shape.state_dict())
     is_other = _slots(source.shapes()) != _slots(wanted)
     saved_with = 'another optimizer'
   else:
@@ -606,10 +608,10 @@ def check_values(start: StartingPoint, state_shape: TrainState, *, requires_fini
 def report_learning_rates(
   start: StartingPoint,
   trainer: trainer_lib.BaseTrainer,
-  optimizer_def: optimizers.OptimizerDef,
+  state_shape: TrainState,
   last_step: float,
   *,
-  begins_optimizer: bool,
+  fit: checkpoints.Fit,
 ) -> None:
   """Log the learning rates of the first and the last step of a run that starts from a foreign checkpoint.
 
@@ -618,14 +620,20 @@ def report_learning_rates(
   Args:
     start: the starting point.
     trainer: the trainer.
-    optimizer_def: the optimizer.
+    state_shape: shapes of the state of the run.
     last_step: number of completed steps at the end of the run.
-    begins_optimizer: whether the state of the optimizer is new, with its count of updates.
+    fit: result of `check_start`; the optimizer counts its updates from 0 if a count or its entire state is new.
   """
   if start.is_new or start.resumes or not start.step < last_step:
     return
-  rates: dict[str, Any] = dict(optimizer_def.configured_learning_rates)
-  first = 0 if begins_optimizer else start.step  # Schedules of an optimizer count its updates.
+  rates: dict[str, Any] = dict(state_shape.optimizer_def.configured_learning_rates)
+  state = {
+    n for n in tree_utils.flatten_dict(state_shape.state_dict()) if n.startswith(OPTIMIZER_STATE)
+  }
+  new = state.intersection(fit.new)
+  # Schedules of an optimizer count its updates.
+  begins_count = new == state or any(name.endswith(('/count', '/step_count')) for name in new)
+  first = 0 if begins_count else start.step
   if trainer.learning_rate_fn is not None:
     rates = {'learning_rate': trainer.learning_rate_fn}
     first = start.step

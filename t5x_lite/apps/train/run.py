@@ -279,13 +279,7 @@ def train(
       checkpoints.check_keeps_dtypes(state_shape.state_dict(), start.restore_cfg)
     start = start_lib.without_other_optimizer(start, state_shape)
     fit = start_lib.check_start(start, state_shape, cfg.model, applies_transforms=cfg.dry_run)
-    start_lib.report_learning_rates(
-      start,
-      trainer,
-      cfg.model.optimizer_def,
-      last_step,
-      begins_optimizer=any(name.startswith(start_lib.OPTIMIZER_STATE) for name in fit.new),
-    )
+    start_lib.report_learning_rates(start, trainer, state_shape, last_step, fit=fit)
 
     def on_wait() -> None:
       watchdog.beat()

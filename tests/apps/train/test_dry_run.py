@@ -5,6 +5,7 @@ import os
 import re
 
 import numpy as np
+import optax
 import pytest
 
 from t5x_lite import checkpoints
@@ -114,11 +115,47 @@ def test_another_optimizer_begins_anew(saved, tmp_path, caplog, capsys):
     assert found['count'] == count
     assert np.any(found['mu']['embedding']) == (name == 'kept')
     assert ('was saved with adamw, and this run uses lion' in caplog.text) == (name == 'new')
+  # Rules match the names of this run, here of an optimizer whose state has another place.
+  caplog.clear()
+  moved = {
+    'restore': _restore(
+      saved, fallback_to_scratch=True, assignment_map=[(r'(state/param_states)/1(/.*)', r'\1\2')]
+    ),
+    'model': toy_run.model(optimizers.chain([optax.clip(1.0), optimizers.lion()])),
+  }
+  toy_run.train(tmp_path / 'moved', 8, dry_run=True, **moved, **_SAVE_ONLY)
+  assert 'The state of the optimizer is new' not in caplog.text
   # The same optimizer keeps its state.
   toy_run.train(tmp_path / 'same', 6, restore=restore, **_SAVE_ONLY)
   assert (
     checkpoints.load(tmp_path / 'same/checkpoint_6')['state']['param_states']['0']['count'] == 6
   )
+
+
+def test_new_parameters_do_not_begin_the_schedule_of_an_optimizer(tmp_path, caplog):
+  caplog.set_level(logging.INFO)
+  schedule = schedules.create_learning_rate_scheduler(
+    'constant * cosine_decay', base_learning_rate=0.2, warmup_steps=0, steps_per_cycle=8
+  )
+  options = {
+    'model': toy_run.model(optimizers.adamw(schedule)),
+    'trainer_kwargs': {'learning_rate_fn': None},
+    **_SAVE_ONLY,
+  }
+  toy_run.train(tmp_path / 'first', 6, **options)
+
+  def messages(*dropped):
+    caplog.clear()
+    restore = _restore(
+      tmp_path / 'first', fallback_to_scratch=True, assignment_map=[(d, None) for d in dropped]
+    )
+    toy_run.train(tmp_path / 'run', 8, dry_run=True, restore=restore, **options)
+    return caplog.text
+
+  found = messages('target/embedding', 'state/param_states/.*/embedding')
+  assert 'Learning rate: 0.02929 at the first step (7)' in found and 'at most' in found
+  assert 'Learning rate: 0.2 at the first step (7)' in messages('state/param_states/.*')
+  assert 'Learning rate: 0.2 at the first step (7)' in messages('state/param_states/2/count')
 
 
 def test_learning_rates_of_a_run_from_a_checkpoint(saved, tmp_path, caplog):

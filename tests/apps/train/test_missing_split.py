@@ -37,6 +37,12 @@ def test_what_is_asked_for_by_name_is_an_error(tmp_path):
   other = dataclasses.replace(toy_run.dataset('test'), mixture_or_task_name=_TRAIN_ONLY)
   with pytest.raises(DataError, match="'train_only' has no split 'test'. Known names: train"):
     _train(tmp_path, infer_eval_dataset_cfg=other)
+  another = dataclasses.replace(
+    toy_run.dataset('validation'),
+    mixture_or_task_name=dataclasses.replace(_TRAIN_ONLY, name='another'),
+  )
+  with pytest.raises(DataError, match="'another' has no split 'validation'"):
+    _train(tmp_path, train_eval_dataset_cfg=another)
   named = dataclasses.replace(toy_run.dataset('validation'), mixture_or_task_name=_TRAIN_ONLY)
   with pytest.raises(DataError, match="no split 'validation'"):
     _train(tmp_path, evaluations=[evaluation.Evaluation(name='mine', dataset_cfg=named)])
