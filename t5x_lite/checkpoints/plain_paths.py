@@ -35,7 +35,7 @@ def plain_path(path: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def _link(target: pathlib.Path) -> pathlib.Path:
-  link = _folder(tempfile.gettempdir()) / hashlib.sha256(os.fsencode(target)).hexdigest()[:16]
+  link = _folder() / hashlib.sha256(os.fsencode(target)).hexdigest()[:16]
   if not link.is_symlink():  # Some machines delete old temporary files while a run continues.
     link.parent.mkdir(exist_ok=True)
     with contextlib.suppress(FileExistsError):  # Made by another thread.
@@ -44,11 +44,19 @@ def _link(target: pathlib.Path) -> pathlib.Path:
 
 
 @functools.cache
-def _folder(parent: str) -> pathlib.Path:
+def _folder() -> pathlib.Path:
   """Return the folder of the links of this process."""
+  parent = tempfile.gettempdir()
   if _MISREAD & set(parent):
     parent = '/tmp'
-  folder = pathlib.Path(tempfile.mkdtemp(prefix='t5x_lite-links-', dir=parent))
-  process = os.getpid()
-  atexit.register(lambda: os.getpid() == process and shutil.rmtree(folder, ignore_errors=True))
-  return folder
+  return pathlib.Path(tempfile.mkdtemp(prefix='t5x_lite-links-', dir=parent))
+
+
+def _remove_folder(process: int) -> None:
+  """Remove the folder of the links, in the process that has made it."""
+  if _folder.cache_info().currsize and os.getpid() == process:
+    shutil.rmtree(_folder(), ignore_errors=True)
+
+
+# Functions that are registered later run earlier: they may still wait for saves.
+atexit.register(_remove_folder, os.getpid())

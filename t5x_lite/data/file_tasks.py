@@ -17,6 +17,7 @@ demand, so a split may be larger than the memory.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -42,6 +43,7 @@ from t5x_lite.data.records import parse_json
 from t5x_lite.data.records import parse_record
 from t5x_lite.data.text_ids import as_ids
 from t5x_lite.data.text_ids import num_sentinels
+from t5x_lite.data.text_ids import spaces_sentinels
 from t5x_lite.data.vocabularies import Vocabulary
 from t5x_lite.data.vocabularies import required_eos_id
 from t5x_lite.data.vocabularies import sentinel_id
@@ -205,6 +207,7 @@ class FileExamples(ExampleTable):
     literal_sentinels: see `file_task`.
     """
     self._literal_sentinels = literal_sentinels
+    self._is_earlier = False
     self._name = name
     self._records = records
     self._parse = parse_fn
@@ -239,6 +242,17 @@ class FileExamples(ExampleTable):
     """See base class."""
     ending = [feature for feature in self._lengths if self._add_eos[feature]]
     return {feature: required_eos_id(self._vocabularies[feature]) for feature in ending}
+
+  @property
+  def earlier(self) -> 'FileExamples | None':
+    """See base class; sentencepiece found sentinels after a space only."""
+    vocabularies = [self._vocabularies[feature] for feature in self._lengths]
+    if self._is_earlier or self._literal_sentinels or not any(map(spaces_sentinels, vocabularies)):
+      return None
+    table = copy.copy(self)
+    table._is_earlier = True
+    vars(table).pop('fingerprint', None)
+    return table
 
   def examples(self, seed: int, numbers: np.ndarray) -> list[dict[str, Any]]:
     """See base class."""
@@ -289,9 +303,10 @@ class FileExamples(ExampleTable):
       vocabulary = self._vocabularies[feature]
       with _located(where, f'the vocabulary of {feature!r}'):
         key = self._keys[feature]
-        ids = as_ids(
-          _value(record, key), vocabulary, repr(key), literal_sentinels=self._literal_sentinels
-        )
+        value = _value(record, key)
+        if self._is_earlier and spaces_sentinels(vocabulary) and isinstance(value, str):
+          value = vocabulary.encode(value)
+        ids = as_ids(value, vocabulary, repr(key), literal_sentinels=self._literal_sentinels)
       has_eos = len(ids) and ids[-1] == vocabulary.eos_id
       if self._add_eos[feature] and not has_eos:
         ids = np.append(ids, np.int32(required_eos_id(vocabulary)))

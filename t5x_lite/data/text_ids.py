@@ -85,9 +85,16 @@ def encode_text(text: Any, vocabulary: Any, *, literal_sentinels: bool = False) 
     if literal_sentinels and kind == 'SentencePieceVocabulary':
       ours = _ours(vocabulary.sentencepiece_model_file, vocabulary.extra_ids)
       return ours.encode_literally(text)
-    if kind in ('SentencePieceVocabulary', 'AddedTokensVocabulary'):
+    if spaces_sentinels(vocabulary):
       text = _with_spaces(text, vocabulary)
   return list(vocabulary.encode(text))
+
+
+def spaces_sentinels(vocabulary: Any) -> bool:
+  """Return True if `encode_text` adds spaces before sentinels that the vocabulary would not find."""
+  if _has_bytes(vocabulary):
+    return False
+  return kind_of(vocabulary) in ('SentencePieceVocabulary', 'AddedTokensVocabulary')
 
 
 def _has_bytes(vocabulary: Any) -> bool:

@@ -5,11 +5,12 @@ SLURM, Open MPI, Kubernetes and TPU pods.
 """
 
 import atexit
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 import contextlib
 import dataclasses
 import errno
 import functools
+import hmac
 import ipaddress
 import logging
 import os
@@ -182,6 +183,7 @@ def join(cfg: ClusterConfig) -> monitor_lib.Monitor | None:
 
   store = distributed.global_state.client
   assert store is not None
+  _check_secrets(store, spec, secret, cfg.initialization_timeout)
   if secret:
     store = connections.SignedStore(store, secret)
   monitor = monitor_lib.Monitor(
@@ -438,6 +440,27 @@ def read_secret(path: str | None, environment: Mapping[str, str] = os.environ) -
       f'{path!r}. Write it again with: (umask 077; head -c 32 /dev/urandom > {shlex.quote(path)}).'
     )
   return secret
+
+
+def _check_secrets(
+  store: connections.Store, spec: ProcessSpec, secret: str, timeout_seconds: int
+) -> None:
+  """Raise ConfigError unless this process has the secret of process 0; process 0 checks all others.
+
+  Otherwise each would ignore what the other one says, and take it for lost.
+  """
+  own = hmac.new(secret.encode(), b'secret of the run', 'sha256').hexdigest()
+  store.key_value_set(f't5x_lite/secret/{spec.index}', own)
+  others: Iterable[int] = (0,)
+  if spec.index == 0:
+    others = range(1, spec.count or 1)
+  for other in others:
+    theirs = store.blocking_key_value_get(f't5x_lite/secret/{other}', timeout_seconds * 1000)
+    if theirs != own:
+      raise ConfigError(
+        f'--cluster_secret_file must be a file with the same content on all processes, got another one on process '
+        f'{other} than on process {spec.index}. Pass the same file to all of them, or to none.'
+      )
 
 
 def find_bind_address(address: str) -> str:

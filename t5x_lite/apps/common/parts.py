@@ -273,7 +273,7 @@ def open_data(
         )
       )
 
-  is_missing = False
+  missing = []
   for name, folder, each in _evaluations(cfg):
     try:
       open_one(name, folder, each)
@@ -282,10 +282,11 @@ def open_data(
       # An evaluation on another task was asked for by name.
       if not is_default or each.dataset_cfg.name != cfg.train_dataset_cfg.name:
         raise
-      is_missing = True
-  if is_missing:
+      missing.append(name)
+  if missing:
     logging.getLogger(__name__).info(
-      'No evaluation during training: %r has no split %r.',
+      'No %s during training: %r has no split %r.',
+      ' and '.join(missing),
       cfg.train_dataset_cfg.name,
       _DEFAULT_SPLIT,
     )

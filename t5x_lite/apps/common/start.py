@@ -46,6 +46,8 @@ from t5x_lite.types import PyTree
 OPTIMIZER_STATE = 'state/param_states/'
 # Factors of schedules for runs without a planned end, which continue over several runs.
 _ENDLESS_FACTORS = frozenset({'rsqrt_decay', 'rsqrt_normalized_decay', 'decay_every'})
+# Beginnings of the names of transformations without a state.
+_WITHOUT_STATE = ('clip', 'identity', 'keep_params', 'zero_nans', 'centralize')
 # Share of the expected learning rate below which a schedule probably started too early.
 _LOW_SHARE = 0.5
 # Seed of a run without one.
@@ -300,7 +302,7 @@ def check_start(
   *,
   for_training: bool = True,
   applies_transforms: bool = False,
-) -> checkpoints.Fit:
+) -> checkpoints.Fit | None:
   """Raise if names or shapes of a checkpoint do not match the state.
 
   The builders run on shapes, and read no values.
@@ -314,7 +316,7 @@ def check_start(
       functions that need values. Otherwise a state that such a function changes is checked when it is restored.
 
   Returns:
-    The names of arrays that will be new, and of stored ones that will not be restored; empty if they are unknown.
+    The names of arrays that will be new, and of stored ones that will not be restored; None if they are unknown.
 
   Raises:
     CheckpointError: with the arrays that differ, and the optimizers if they differ.
@@ -327,7 +329,7 @@ def check_start(
     if config is not None:
       _check_tied_logits(path, config, checkpoints.read_metadata(path).get('network') or {})
   if any(builder.needs_values for builder in chain) and not applies_transforms:
-    return checkpoints.Fit()
+    return None
   saved_with = None
   own = None
   if start.path is not None and not isinstance(state_shape, InferenceState):
@@ -351,7 +353,7 @@ def check_start(
       start.description,
       error,
     )
-    return checkpoints.Fit()
+    return None
   except CheckpointError as error:
     if is_other:
       raise CheckpointError(
@@ -417,11 +419,16 @@ def _drops_optimizer(start: StartingPoint) -> bool:
 
 
 def _are_related(one: str, other: str) -> bool:
-  """Return True if two names are of the same optimizer, or one is an optimizer that has the other one as a part."""
+  """Return True if two names, such as 'chain of clip and adamw', have a part in common that keeps a state."""
   if one == other:
     return True
-  parts, others = (re.findall(r'[\w.]+', name.partition('(')[2]) for name in (one, other))
-  return bool(parts) != bool(others) and (other in parts or one in others)
+  return bool(_stateful_parts(one) & _stateful_parts(other))
+
+
+def _stateful_parts(name: str) -> set[str]:
+  """Return the names of transformations in the name of an optimizer, without those that keep no state."""
+  words = set(re.findall(r'[\w.]+', name)) - {'chain', 'of', 'and'}
+  return {word for word in words if not word.startswith(_WITHOUT_STATE)}
 
 
 def _slots(names: Iterable[str]) -> set[str]:
@@ -611,7 +618,7 @@ def report_learning_rates(
   state_shape: TrainState,
   last_step: float,
   *,
-  fit: checkpoints.Fit,
+  fit: checkpoints.Fit | None,
 ) -> None:
   """Log the learning rates of the first and the last step of a run that starts from a foreign checkpoint.
 
@@ -622,15 +629,18 @@ def report_learning_rates(
     trainer: the trainer.
     state_shape: shapes of the state of the run.
     last_step: number of completed steps at the end of the run.
-    fit: result of `check_start`; the optimizer counts its updates from 0 if a count or its entire state is new.
+    fit: result of `check_start`; the optimizer counts its updates from 0 if a count or its entire state is new. If it
+      is unknown, only rates of the trainer are logged.
   """
   if start.is_new or start.resumes or not start.step < last_step:
+    return
+  if fit is None and trainer.learning_rate_fn is None:
     return
   rates: dict[str, Any] = dict(state_shape.optimizer_def.configured_learning_rates)
   state = {
     n for n in tree_utils.flatten_dict(state_shape.state_dict()) if n.startswith(OPTIMIZER_STATE)
   }
-  new = state.intersection(fit.new)
+  new = state.intersection(fit.new if fit else ())
   # Schedules of an optimizer count its updates.
   begins_count = new == state or any(name.endswith(('/count', '/step_count')) for name in new)
   first = 0 if begins_count else start.step

@@ -30,7 +30,9 @@ def test_it_trains_with_one_log_line(tmp_path, caplog):
   assert step == 2 and (tmp_path / 'checkpoint_2').is_dir()
   assert not (tmp_path / 'training_eval').exists() and not (tmp_path / 'inference_eval').exists()
   lines = [line for line in caplog.messages if 'validation' in line]
-  assert lines == ["No evaluation during training: 'train_only' has no split 'validation'."]
+  assert lines == [
+    "No training_eval and inference_eval during training: 'train_only' has no split 'validation'."
+  ]
 
 
 def test_what_is_asked_for_by_name_is_an_error(tmp_path):
