@@ -384,7 +384,7 @@ def _log_unused(
   """Log which bindings of files, not T5X's or config.gin of a run, have no effect in training.
 
   Of the files of t5x_lite, these are the bindings of what a file uses and a later file or flag replaces: they include
-  each other and know themselves what they replace.
+  each other and know themselves what they replace. Bindings that a subclass gets from its base class have an effect.
   """
   read_keys = {key for use in uses for key in use.bound.values()}
   used = {use.configurable.selector for use in uses}
@@ -401,7 +401,7 @@ def _log_unused(
   unused = []
   for key, statement in bound.items():
     if id(statement) not in owned:
-      is_unused = id(statement) in given_up and key[1] not in used
+      is_unused = id(statement) in given_up and key[1] not in used and key not in read_keys
     elif statement.macro_name:
       is_unused = statement.macro_name not in mentioned
     else:

@@ -468,7 +468,8 @@ class NormalizedLoss:
 
     Args:
       value: float32 scalar, the sum divided by the factor.
-      weights: <float>[batch, length] loss weights, or None for ones.
+      weights: <float>[batch, length] loss weights, or None for ones; or bool[batch], the rows that count without
+        weights too.
       loss_normalizing_factor: a number or None; or an array, which is a factor computed from the batch.
     """
     if loss_normalizing_factor is None:

@@ -485,7 +485,10 @@ class BaseTransformerModel(BaseModel):
     )
     targets = batch['decoder_target_tokens']
     loss, z_loss, is_correct = self.weighted_loss(outputs, targets, weights, factor)
-    normalized = losses.NormalizedLoss.of(loss, weights, factor)
+    counted = weights
+    if is_evaluation and self._counts_rows_without_weights():
+      counted = rows[losses.REAL_ROWS]
+    normalized = losses.NormalizedLoss.of(loss, counted, factor)
     share = self._auxiliary_loss_share
     if share != 1.0:
       normalized = normalized.of_microbatch(share, factor)
@@ -508,6 +511,12 @@ class BaseTransformerModel(BaseModel):
       loss_metric = normalized.weighted_average().add_terms(terms.scale(auxiliary_weight))
     metrics |= {'loss': loss_metric, **auxiliary_metrics}
     return loss, self._custom_metrics.add_to(metrics, outputs, batch), collections
+
+  def _counts_rows_without_weights(self) -> bool:
+    """Return whether the normalizing factor includes real rows whose loss weights are all 0."""
+    kind = self._loss_normalizing_factor
+    is_special = isinstance(kind, losses.SpecialLossNormalizingFactor)
+    return not is_special or kind is losses.SpecialLossNormalizingFactor.NUM_TOTAL_TARGET_TOKENS
 
   def _has_auxiliary_loss_terms(self) -> bool:
     """Return whether `auxiliary_loss_terms` are those of `auxiliary_losses`, and means over batches."""

@@ -51,6 +51,27 @@ def test_bindings_that_a_later_file_takes_away_are_logged(caplog, files, unused)
     assert not lines
 
 
+def test_bindings_that_a_subclass_inherits_are_not_logged(tmp_path, monkeypatch, caplog):
+  monkeypatch.syspath_prepend(tmp_path)
+  (tmp_path / 'models_of_test_file_order.py').write_text(
+    'from t5x_lite import models\n'
+    'class Middle(models.EncoderDecoderModel):\n'
+    '  pass\n'
+    'class Mine(Middle):\n'
+    '  def __init__(self, *args, **kwargs):\n'
+    '    super().__init__(*args, **kwargs)\n'
+  )
+  (tmp_path / 'mine.gin').write_text(
+    'from __gin__ import dynamic_registration\n'
+    'import models_of_test_file_order as mine\n'
+    'MODEL = @mine.Mine()\n'
+  )
+  with caplog.at_level(logging.INFO, 't5x_lite'):
+    _load('recipes/keyword_cloze.gin', str(tmp_path / 'mine.gin'))
+  assert 'Bindings of models.EncoderDecoderModel apply to' in caplog.text
+  assert 'Not used for training' not in caplog.text
+
+
 @pytest.mark.parametrize('more', [[], ['optimizers/lion.gin'], ['optimizers/sgd.gin']])
 def test_the_choice_of_parameters_survives_another_optimizer(tmp_path, monkeypatch, more):
   monkeypatch.chdir(tmp_path)

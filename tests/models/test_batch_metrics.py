@@ -284,3 +284,25 @@ def test_a_loss_of_unknown_factor_is_averaged_per_batch():
 
   merged = metrics_lib.merge_metrics(metrics(3.0, 1), metrics(5.0, 1))
   assert compute(metrics_lib.merge_metrics(merged, metrics(0.0, 0)), num_steps=3)['loss'] == 4.0
+
+
+@pytest.mark.parametrize('factor', ['NUM_TOTAL_TARGET_TOKENS', None, 7.0])
+def test_a_row_without_loss_weights_counts_for_any_batch_size(batch, factor):
+  weights = np.ones(batch['decoder_target_tokens'].shape, np.float32)
+  weights[1] = 0
+  batch = {**batch, 'decoder_loss_weights': weights}
+  model = cases.make_model(loss_normalizing_factor=factor)
+  evaluate = jax.jit(model.eval_fn)
+  params = cases.initial_params()
+  num_rows = len(weights)
+  merged = None
+  for row in range(num_rows):
+    metrics = evaluate(params, {name: x[row : row + 1] for name, x in batch.items()})[1]
+    metrics = {'loss': metrics['loss']}
+    merged = metrics if merged is None else {'loss': merged['loss'].merge(metrics['loss'])}
+  padding = {name: np.zeros_like(x[:1]) for name, x in batch.items()}
+  merged = {'loss': merged['loss'].merge(evaluate(params, padding)[1]['loss'])}
+  expected = compute(evaluate(params, batch)[1])['loss']
+  if factor != 'NUM_TOTAL_TARGET_TOKENS':
+    expected /= num_rows
+  assert compute(merged, num_steps=num_rows + 1)['loss'] == pytest.approx(expected, rel=1e-5)

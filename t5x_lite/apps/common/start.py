@@ -170,6 +170,10 @@ def check_optimizer(model: models.BaseModel) -> None:
     kind = 'class' if isinstance(given, type) else 'function'
     shown = f'the {kind} {getattr(given, "__name__", given)}'
     remedy = 'Call it, as in OPTIMIZER = @optimizers.adamw() with parentheses.'
+  elif isinstance(given, str) and given.rpartition('.')[2].isidentifier():
+    name = given.rpartition('.')[2]
+    if callable(getattr(optimizers, name, None)):
+      remedy = f'Set --gin.OPTIMIZER=@optimizers.{name}() with @ and parentheses.'
   raise ConfigError(
     f'`{type(model).__name__}.optimizer_def` must be an OptimizerDef, e.g. the result of '
     f'optimizers.adamw(), got {shown}. {remedy}'
