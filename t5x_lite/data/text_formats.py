@@ -137,7 +137,7 @@ def lines_problem(path: str, head: bytes) -> str | None:
 
 
 def document_problem(path: str, head: bytes) -> str | None:
-  """Return why a file is not JSON lines but one JSON document over several lines, with the remedy; otherwise None.
+  """Return why a file is not JSON lines but one JSON document, with the remedy; otherwise None.
 
   Args:
     path: path of the file.
@@ -147,15 +147,16 @@ def document_problem(path: str, head: bytes) -> str | None:
   first = first.strip()
   if first != b'{' and not first.startswith(b'['):
     return None
+  what = 'one JSON document over several lines'
   try:
-    json.loads(first)
-    return None
+    if not any(isinstance(row, dict) for row in json.loads(first)):
+      return None
+    what = 'a JSON array'
   except (ValueError, RecursionError):
-    pass
-  if not newline:
-    return None
+    if not newline:
+      return None
   command = 'python -c "import json; [print(json.dumps(row)) for row in json.load(open(\'{path}\'))]" > {new}'
-  return _problem(path, _Kind('one JSON document over several lines', command, '.lines.jsonl'))
+  return _problem(path, _Kind(what, command, '.lines.jsonl'))
 
 
 def _problem(path: str, kind: _Kind) -> str:

@@ -327,7 +327,7 @@ class TextSource(ConvertedSource):
         texts[feature] = found[key]
       elif feature in self._required:
         return None, problem
-      elif found.get(key) is None:
+      elif key not in found:
         continue
       else:
         labels[feature] = found[key]

@@ -63,6 +63,7 @@ _CONTENTS = {
   'IN.TSV': 'inputs\ttargets\na\tb\nö, d\te\n'.encode(),
   'in.psv': 'inputs|targets\na|b\nö, d|e\n'.encode(),
   'array.json': json.dumps(_ROWS, indent=1).encode(),
+  'one_line.jsonl': json.dumps(_ROWS).encode(),
   'array.jsonl': ('[' + ',\n'.join(map(json.dumps, _ROWS)) + ']\n').encode(),
 }
 

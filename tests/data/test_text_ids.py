@@ -211,3 +211,17 @@ def test_only_texts_with_other_ids_have_an_earlier_table(pieces):
     (builtin_tasks.keyword_cloze_task(vocabulary=pieces), True),
   ):
     assert (task.table(task.splits[0], lengths).earlier is not None) == differs, task.name
+
+
+def test_a_recorded_run_over_files_keeps_the_ids_of_sentencepiece(tmp_path, pieces):
+  text = 'f(<extra_id_3>)'
+  path = tmp_path / 'a.jsonl'
+  path.write_text(json.dumps({'inputs': text, 'targets': text}) + '\n')
+  task = data.file_task(name='f', splits={'train': str(path)}, format='jsonl', vocabulary=pieces)
+  examples = task.table('train', {'inputs': 99, 'targets': 99})
+  (now,) = examples.examples(0, np.array([0]))
+  (before,) = examples.earlier.examples(0, np.array([0]))
+  assert now['inputs'].tolist() == [*text_ids.encode_text(text, pieces), 1]
+  assert before['inputs'].tolist() == [*pieces.encode(text), 1] != now['inputs'].tolist()
+  assert examples.fingerprint != examples.earlier.fingerprint
+  assert examples.earlier.earlier is None

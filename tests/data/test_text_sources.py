@@ -109,6 +109,7 @@ def test_options_of_tokenization(tmp_path):
     ('[1, "x"]', [1, 'x']),
     ('{"a": {"b": null}}', {'a': {'b': None}}),
     ('true', True),
+    ('null', None),
     ('-Infinity', -np.inf),
     ('"\\ud800"', '\ud800'),
   ],

@@ -107,7 +107,9 @@ def folder_of(path: discovery.PathLike) -> str:
   """
   discovery.check_path(path, 'checkpoint', may_be_model=True)
   root = files.path(path)
-  if root.name in _INDEX_FILES and root.is_file():
+  # T5X's path of a checkpoint, also of one of ours, which has no such file.
+  is_name_of_t5x = root.name == t5x_index.FILENAME and not root.exists() and _is_own(root.parent)
+  if is_name_of_t5x or (root.name in _INDEX_FILES and root.is_file()):
     root = root.parent
   if root.name == discovery.STATE_DIRNAME and _is_own(root.parent):
     root = root.parent

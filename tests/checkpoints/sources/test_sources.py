@@ -276,6 +276,7 @@ def test_training_begins_with_it(stored, name):
   [
     ('t5x', 'checkpoint'),
     ('t5x', './checkpoint'),
+    ('t5x_lite', 'checkpoint'),  # has no such file
     ('t5x_lite', 'manifest.json'),
     ('t5x_lite', 'state'),
     ('t5x_lite', 'state/_METADATA'),
