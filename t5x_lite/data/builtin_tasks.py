@@ -467,10 +467,7 @@ def _text_task(
         example = {}
         for feature in names:
           found = encoders[feature](values[feature])
-          if has_custom_inputs and feature == 'inputs':
-            ids = np.asarray(found, np.int32)  # Any ids, such as those of another vocabulary.
-          else:
-            ids = as_ids(found, vocabulary, f'{where}, example {number}: the {feature}')
+          ids = as_ids(found, vocabulary, f'{where}, example {number}: the {feature}')
           example[feature] = np.append(ids, np.int32(eos_id))
         examples.append(example)
       return examples

@@ -5,6 +5,7 @@ vocabulary sizes are compared before anything is computed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -14,6 +15,7 @@ import jax
 
 from t5x_lite import checkpoints
 from t5x_lite import checks
+from t5x_lite import data
 from t5x_lite import files
 from t5x_lite import models
 from t5x_lite import multihost
@@ -220,6 +222,26 @@ def _find(
     )
   _logger.warning('%s: using random parameters (fallback_init_rng).', where)
   return [start_lib.StartingPoint()]
+
+
+def with_recorded_ids(dataset_cfg: Any, cfg: checkpoints.RestoreCheckpointConfig | None) -> Any:
+  """Return the data options of a task with the ids of sentinels that the run of the checkpoints was recorded with.
+
+  Args:
+    dataset_cfg: options of the data; those of a text file are returned unchanged.
+    cfg: the checkpoints; the first one decides. Checkpoints of other programs have no record, and the ids of today.
+  """
+  if cfg is None or not isinstance(dataset_cfg, data.DatasetConfig):
+    return dataset_cfg
+  recorded = None
+  # `restore_for_inference` raises the error of a missing or damaged checkpoint.
+  with contextlib.suppress(CheckpointError):
+    _, paths = checkpoints.get_first_valid_restore_config_and_paths([cfg])
+    for path in paths[:1]:
+      recorded = checkpoints.read_metadata(path).get('run', {}).get('data')
+  if recorded is None or not recorded.get('earlier_sentinels', True):
+    return dataset_cfg
+  return data.with_earlier_sentinels(dataset_cfg)
 
 
 def _check_path(path: str, mode: str) -> None:

@@ -8,6 +8,7 @@ The same command resumes an evaluation that was stopped or killed, and evaluates
 import collections
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
+import dataclasses
 import functools
 from typing import Any
 
@@ -114,6 +115,8 @@ def evaluate(
       message has the command to resume.
   """
   cfg = EvaluateConfig(**locals())
+  recorded = restore_lib.with_recorded_ids(cfg.dataset_cfg, cfg.restore_checkpoint_cfg)
+  cfg = dataclasses.replace(cfg, dataset_cfg=recorded)
   with contextlib.ExitStack() as stack:
     if not cfg.dry_run:
       stack.enter_context(standard_streams.lossy_output('stdout', 'stderr'))

@@ -8,6 +8,7 @@ The same command resumes a run that was stopped or killed; the results are those
 
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
+import dataclasses
 import functools
 import inspect
 import time
@@ -139,6 +140,8 @@ def infer(
       command to resume.
   """
   cfg = InferConfig(**locals())
+  recorded = restore_lib.with_recorded_ids(cfg.dataset_cfg, cfg.restore_checkpoint_cfg)
+  cfg = dataclasses.replace(cfg, dataset_cfg=recorded)
   with contextlib.ExitStack() as stack:
     stack.enter_context(standard_streams.lossy_output('stdout', 'stderr'))
     is_lead = multihost.is_lead()

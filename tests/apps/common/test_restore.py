@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from t5x_lite import checkpoints
+from t5x_lite import data
 from t5x_lite import partitioning
 from t5x_lite import tree_utils
 from t5x_lite.apps.common import restore as restore_lib
@@ -290,3 +291,28 @@ def _damage(path):
   content = bytearray(largest.read_bytes())
   content[len(content) // 2] ^= 1
   largest.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+  'run, expected',
+  [
+    ({'run': {'data': {'seed': 0}}}, True),  # of an earlier version
+    ({'run': {'data': {'earlier_sentinels': True}}}, True),
+    ({'run': {'data': {'earlier_sentinels': False}}}, False),
+    ({}, False),  # of another program
+  ],
+)
+def test_data_has_the_ids_of_sentinels_that_the_run_was_recorded_with(tmp_path, run, expected):
+  with checkpoints.CheckpointManager(
+    tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()
+  ) as manager:
+    manager.save(3, {'state': {'step': np.int32(3)}, 'target': {'x': np.zeros(2)}}, metadata=run)
+  task = data.DatasetConfig(
+    't', {'inputs': 4, 'targets': 4}, 'train', 1, False, 0, source='builtin'
+  )
+  for path, mode in ((tmp_path, 'latest'), (tmp_path / 'checkpoint_3', 'specific')):
+    cfg = checkpoints.RestoreCheckpointConfig(str(path), mode=mode)
+    assert restore_lib.with_recorded_ids(task, cfg).earlier_sentinels == expected
+  missing = checkpoints.RestoreCheckpointConfig(str(tmp_path / 'none'), mode='specific')
+  assert restore_lib.with_recorded_ids(task, missing) is task
+  assert restore_lib.with_recorded_ids(task, None) is task
