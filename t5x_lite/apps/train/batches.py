@@ -85,7 +85,8 @@ class TrainBatches:
     self.has_ended = False
     # A source that calls itself endless may have ended before.
     self._is_endless = batches.is_endless and 'data_ended_at' not in facts
-    self._agrees = jax.process_count() > 1 and not (self._is_endless or batches.ends_together)
+    # Also of a source that calls itself endless.
+    self._agrees = jax.process_count() > 1 and not batches.ends_together
     self._batches = batches
     self._should_stop = should_stop
     self._ends_wait = ends_wait
