@@ -85,6 +85,9 @@ def test_bytes():
   assert ids == [100, 384, 383, 35, 101]
   assert text_ids.decode_ids(ids, vocabulary) == 'a<sep><extra_id_0> b'
   assert vocabulary.decode([100, 390, 391, 101]) == 'a<sepa>b'
+  # The white space on the other side of a token stays.
+  assert vocabulary.encode('a [L] b') == [100, 385, 35, 101]
+  assert vocabulary.encode('a [R] b') == [100, 35, 386, 101]
 
 
 def test_equality(vocabulary):

@@ -233,7 +233,7 @@ MUTANTS = (
     't5x_lite/data/added_tokens.py',
     'if token.rstrip:',
     'if token.lstrip or token.rstrip:',
-    'tests/data/test_added_tokens.py::test_pieces',
+    'tests/data/test_added_tokens.py::test_bytes',
   ),
   Mutant(
     'a_table_is_read_as_lines',
