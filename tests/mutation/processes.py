@@ -274,7 +274,7 @@ MUTANTS = (
     't5x_lite/runtime/stop_requests.py',
     '      if is_same:',
     '      if False:',
-    _LAUNCH_TEST + 'test_a_signal_to_the_launcher_and_its_processes_is_one_signal',
+    'tests/runtime/test_stop_requests.py::test_a_repeated_sigterm_is_one_request_and_sighup_none',
   ),
   Mutant(
     'a_signature_holds_for_every_key',
