@@ -67,7 +67,7 @@ class _LossyFile(io.FileIO):
     return num_written
 
   def _notice(self) -> bytes:
-    """Return a line with the number of lost lines; empty if there are none."""
+    """Return a line with the number of lost lines; empty if no line was lost."""
     if not self._num_lost_lines:
       return b''
     new_line = '\n' if self._is_within_line else ''

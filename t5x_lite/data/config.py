@@ -72,8 +72,8 @@ class DatasetConfig:
       not fill a batch at the end are left out, and a mixture ends with its first task. None repeats the data forever.
       For training data only.
     earlier_sentinels: whether texts of `text_task` with sentinels such as `<extra_id_0>` have the ids of earlier
-      versions: bytes for a byte vocabulary. A run that an earlier version recorded keeps them when it resumes; set this
-      to evaluate its checkpoints by other commands (builtin and grain only).
+      versions: bytes for a byte vocabulary. A run that an earlier version recorded keeps them when it resumes, and
+      `eval` and `infer` set this for its checkpoints (builtin and grain only).
   """
 
   mixture_or_task_name: Any

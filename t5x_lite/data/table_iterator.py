@@ -226,6 +226,6 @@ def log_earlier_sentinels(name: str) -> None:
   """
   _logger.warning(
     'Sentinels such as <extra_id_0> in the texts of %r keep the ids of the earlier version of t5x_lite that recorded '
-    'the run, not one id each as in new runs. Other commands do this with DatasetConfig.earlier_sentinels = True.',
+    'the run, not one id each as in new runs (DatasetConfig.earlier_sentinels).',
     name,
   )

@@ -21,7 +21,7 @@ class _Kind(NamedTuple):
 
   Attributes:
     what: noun phrase for messages.
-    command: shell command that writes text, with {path} and {new}, the path of the text; '' if there is none.
+    command: shell command that writes text, with {path} and {new}, the path of the text; '' for an unknown format.
     suffix: suffix of the path of the text, if the suffix of the file is not removed.
   """
 

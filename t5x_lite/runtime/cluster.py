@@ -413,7 +413,7 @@ def _tasks_of_node(environment: Mapping[str, str]) -> int | None:
 
 
 def read_secret(path: str | None, environment: Mapping[str, str] = os.environ) -> str:
-  """Return the secret of the run: that of a file, else that of `launch`; empty if there is none.
+  """Return the secret of the run: that of a file, else that of `launch`; empty without both.
 
   Raises:
     ConfigError: the file cannot be read, is short, or others may read it.

@@ -239,7 +239,7 @@ def open_data(
   def open_one(name: str, folder: str, each: evaluation.Evaluation) -> None:
     if each.decode:
       evaluator = open_fn(
-        lambda each=each, folder=folder: evaluation.InferenceEvaluator(
+        lambda: evaluation.InferenceEvaluator(
           each.dataset_cfg,
           cfg.inference_evaluator_cls,
           cfg.model,
@@ -257,7 +257,7 @@ def open_data(
       opened.append(OpenEvaluation(name=name, folder=folder, evaluator=evaluator))
     else:
       batches_by_task = open_fn(
-        lambda each=each: data.open_eval_data(
+        lambda: data.open_eval_data(
           cfg.train_eval_get_dataset_fn,
           each.dataset_cfg,
           partitioner.get_data_layout(each.dataset_cfg.batch_size),

@@ -133,10 +133,8 @@ def _vocabulary_flags(done: Conversion) -> list[str]:
   flags = [f'--gin.VOCABULARY_FILE={path}']
   try:
     extra_ids = tokenizer_folders.hugging_face_vocabulary(done.source).extra_ids
-  except (
-    ConfigError,
-    CheckpointError,
-  ):  # The tokenizer cannot be read; the weights were converted anyway.
+  except (ConfigError, CheckpointError):
+    # The tokenizer cannot be read; the weights were converted anyway.
     extra_ids = _family(done).extra_ids
   # The model files of T5 and Switch include the sentinels, as T5X's file does; umT5's has 300 sentinels in addition.
   if extra_ids != (300 if _family(done).name == 'umt5' else 0):

@@ -131,7 +131,7 @@ class TrainConfig(RunConfig):
     if INFERENCE_EVAL not in names:
       changes['infer_eval_dataset_cfg'] = None
       changes['infer_eval_period'] = None
-    if len(changes) == 3:
+    if TRAINING_EVAL not in names and INFERENCE_EVAL not in names:
       changes['run_eval_before_training'] = False
     return dataclasses.replace(self, **changes)
 
