@@ -145,6 +145,8 @@ bench: $(STAMP) ## run every benchmark and print its table (nothing else should 
 
 lint: $(STAMP) ## check the rules of pyproject.toml and the format (seconds)
 	$(VENV)/bin/ruff check $(CODE)
+	@# Texts are read and written in UTF-8, whatever the locale. `--preview` only here: it changes other rules.
+	$(VENV)/bin/ruff check --quiet --preview --select PLW1514 $(CODE)
 	$(VENV)/bin/ruff format --check --quiet $(CODE) || { echo 'Run `make format`.' >&2; exit 1; }
 
 format: $(STAMP) ## sort the imports and format the code

@@ -97,7 +97,7 @@ def _run(tree: pathlib.Path, phase: str) -> Measured:
     }
     for command in _COMMANDS[phase]:
       arguments = [argument.replace('FOLDER', folder) for argument in command]
-      with open(f'{folder}/log', 'w+') as log:
+      with open(f'{folder}/log', 'w+', encoding='utf-8') as log:
         start = time.perf_counter()
         process = subprocess.Popen(
           [sys.executable, *arguments], cwd=tree, env=environment, stdout=log, stderr=log

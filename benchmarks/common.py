@@ -217,7 +217,7 @@ def machine() -> str:
 
 def _lines(path: str) -> list[str]:
   try:
-    return pathlib.Path(path).read_text().splitlines()
+    return pathlib.Path(path).read_text(encoding='utf-8').splitlines()
   except OSError:
     return []
 

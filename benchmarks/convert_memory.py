@@ -60,7 +60,9 @@ def _measure(arguments: list[str]) -> dict[str, float]:
 
 def _resident() -> int:
   """Return the bytes of this process that are in memory now, in bytes; on Linux alone."""
-  return int(pathlib.Path('/proc/self/statm').read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE')
+  return int(pathlib.Path('/proc/self/statm').read_text(encoding='utf-8').split()[1]) * os.sysconf(
+    'SC_PAGE_SIZE'
+  )
 
 
 def _make_folder(path: pathlib.Path, scale: int) -> int:

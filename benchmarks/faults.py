@@ -56,7 +56,7 @@ def open_faulty(*args, **kwargs):
       if kind.startswith('SIG'):
         time.sleep(1.0)
       if kind and Faulty.count == _AT and jax.process_index() == _FAULTS[kind]:
-        pathlib.Path(os.environ['FAULT_FILE']).write_text(str(time.time()))
+        pathlib.Path(os.environ['FAULT_FILE']).write_text(str(time.time()), encoding='utf-8')
         _fail(kind)
       return super().__next__()
 
@@ -111,7 +111,7 @@ def _start(
         f'--heartbeat_timeout_seconds={heartbeat}',
       ]
     )
-    with open(folder / f'log{i}', 'w') as log:
+    with open(folder / f'log{i}', 'w', encoding='utf-8') as log:
       processes.append(
         subprocess.Popen(
           [sys.executable, '-m', 't5x_lite', 'train', *own, *flags],

@@ -28,7 +28,10 @@ _KERNELS = ('auto', 'dot')
 
 def _train(kernel: str, num_steps: int, limit: int | None) -> tuple[int, float, str]:
   """Return (exit status, peak resident size in MB, log) of a training run with a limit of `limit` bytes."""
-  with tempfile.TemporaryDirectory() as folder, open(pathlib.Path(folder) / 'log', 'w+') as log:
+  with (
+    tempfile.TemporaryDirectory() as folder,
+    open(pathlib.Path(folder) / 'log', 'w+', encoding='utf-8') as log,
+  ):
     command = [
       sys.executable,
       '-m',

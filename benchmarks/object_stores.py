@@ -49,7 +49,9 @@ def _shapes(num_mb: int) -> dict:
 
 
 def _resident() -> int:
-  return int(pathlib.Path('/proc/self/statm').read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE')
+  return int(pathlib.Path('/proc/self/statm').read_text(encoding='utf-8').split()[1]) * os.sysconf(
+    'SC_PAGE_SIZE'
+  )
 
 
 def _save(root: str, num_mb: int) -> dict[str, float]:

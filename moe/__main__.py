@@ -5,6 +5,7 @@ import sys
 import moe
 from moe.commands import COMMANDS
 from t5x_lite import cli
+from t5x_lite import runtime
 
 _EPILOG = """\
 commands (each has --help):
@@ -26,4 +27,5 @@ PROGRAM = cli.Program(
 )
 
 if __name__ == '__main__':
+  runtime.restart_in_utf8()
   sys.exit(cli.main(program=PROGRAM))

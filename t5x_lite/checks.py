@@ -11,6 +11,7 @@ import math
 import numbers
 import types
 from typing import Any, NamedTuple
+import warnings
 
 from t5x_lite.errors import ConfigError, InvalidOptions, T5xLiteError, did_you_mean
 
@@ -361,3 +362,16 @@ def checks_arguments(owner: str) -> Callable[[Callable[..., Any]], Callable[...,
     return wrapper
 
   return decorate
+
+
+def warn_of_float16(option: str) -> None:
+  """Warn that the dtype of an option has a small range.
+
+  Args:
+    option: owner and name, such as 'T5Config.dtype'.
+  """
+  warnings.warn(
+    f"`{option}`='float16' has no values above 65,504, which activations of T5 reach, and there is no loss scaling: "
+    "losses may become NaN, and small gradients 0. Set 'bfloat16', which has the range of float32.",
+    stacklevel=2,
+  )

@@ -147,6 +147,7 @@ def main(argv: Sequence[str] | None = None, program: Program = T5X_LITE) -> int:
   """
   argv = list(sys.argv[1:] if argv is None else argv)
   standard_streams.open_closed_descriptors()
+  standard_streams.escape_what_ascii_lacks()
   standard_streams.discard_unwritten_at_exit()
   # Standard error never has results; commands without results on standard output protect that too.
   with standard_streams.lossy_output('stderr'):
@@ -275,11 +276,13 @@ def run_program(may_restart: bool = False) -> NoReturn:
   Modules that a configuration names may be in the current folder, and may import `t5x`.
 
   Args:
-    may_restart: True if the process has done nothing else; commands that compute then begin by
-      `runtime.restart_with_huge_pages`.
+    may_restart: True if the process has done nothing else; it then begins by `runtime.restart_in_utf8`, and commands
+      that compute by `runtime.restart_with_huge_pages`.
   """
-  if may_restart and sys.argv[1:2] and sys.argv[1] in _COMPUTING:
-    runtime.restart_with_huge_pages()
+  if may_restart:
+    runtime.restart_in_utf8()
+    if sys.argv[1:2] and sys.argv[1] in _COMPUTING:
+      runtime.restart_with_huge_pages()
   runtime.compile_faster()
   # Imports and traces create a million objects that stay; the default threshold is 700. Arrays that `convert` has read
   # are in reference cycles, of which the default keeps few.

@@ -295,6 +295,32 @@ def real_path(name: PathLike) -> str:
   return os.path.realpath(name)
 
 
+def broken_link(name: PathLike) -> str | None:
+  """Describe the link at which a path ends without a target, for an error message.
+
+  Args:
+    name: a path; the link may be the path itself or one of its parents.
+
+  Returns:
+    Link and target, or that the link leads back to itself; None without such a link, and for an object store.
+  """
+  if '://' in os.fspath(name):
+    return None
+  absolute = pathlib.Path(name).absolute()
+  for each in (*reversed(absolute.parents), absolute):
+    if not os.path.islink(each):
+      continue
+    try:
+      os.stat(each)
+    except FileNotFoundError:
+      return f'{str(each)!r} is a link to {os.path.realpath(each)!r}, which does not exist'
+    except OSError as error:
+      if error.errno == errno.ELOOP:
+        return f'{str(each)!r} is a link that leads back to itself'
+      return None
+  return None
+
+
 def fsync(path: str | os.PathLike[str]) -> None:
   """Wait until a file's bytes, or a directory's entries, are on disk."""
   fd = os.open(path, os.O_RDONLY)

@@ -6,6 +6,7 @@ to a reader that is there and does not read, such as a paused `less`, after five
 """
 
 import atexit
+import codecs
 from collections.abc import Iterator
 import contextlib
 import errno
@@ -131,6 +132,16 @@ def reader_is_gone(stream: TextIO | None) -> bool:
   poll.register(fd, select.POLLOUT)
   gone = select.POLLERR | select.POLLHUP
   return any(events & gone for _, events in poll.poll(0))
+
+
+def escape_what_ascii_lacks() -> None:
+  """Let standard output have `\\xe9` for a letter that its encoding lacks, as with PYTHONIOENCODING=ascii.
+
+  Python's default is an exception, which would end a run by what it prints. Standard error has this already.
+  """
+  stream = sys.stdout
+  if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name == 'ascii':
+    stream.reconfigure(errors='backslashreplace')
 
 
 def open_closed_descriptors() -> None:

@@ -140,6 +140,9 @@ def check_train_dtype(train_dtype: Any) -> None:
     "For example 'bfloat16'.",
   )
   checks.check('Trainer', {'train_dtype': train_dtype}, train_dtype=expected)
+  is_whole = train_dtype is not None and not isinstance(train_dtype, (list, tuple))
+  if is_whole and jnp.dtype(train_dtype) == jnp.float16:
+    checks.warn_of_float16('Trainer.train_dtype')
 
 
 def _shape_and_dtype(x: Any) -> tuple[Any, Any]:

@@ -118,7 +118,7 @@ def _start(
     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
     'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
   }
-  with open(folder / 'log', 'a') as log:
+  with open(folder / 'log', 'a', encoding='utf-8') as log:
     return subprocess.Popen(
       [
         sys.executable,

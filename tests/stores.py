@@ -591,7 +591,7 @@ def _proxy(kind: str) -> Proxy:
     with socket.socket() as free:
       free.bind(('127.0.0.1', 0))
       port = free.getsockname()[1]
-    log = tempfile.TemporaryFile(mode='w+')  # noqa: SIM115 (open as long as the emulator runs)
+    log = tempfile.TemporaryFile(encoding='utf-8', mode='w+')  # noqa: SIM115 (open as long as the emulator runs)
     process = subprocess.Popen(
       [sys.executable, '-c', _START + _PROGRAMS[kind], str(port)],
       stdin=subprocess.PIPE,

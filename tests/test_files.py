@@ -58,7 +58,7 @@ def test_names_that_cannot_be_written_and_other_errors(tmp_path):
       files.write(path, 'text')
     assert caught.value.filename == str(path)
   with pytest.raises(OSError, match="'/elsewhere'"):
-    files.write(tmp_path / 'a', lambda path: pathlib.Path('/elsewhere').read_text())
+    files.write(tmp_path / 'a', lambda path: pathlib.Path('/elsewhere').read_text(encoding='utf-8'))
   with pytest.raises(KeyboardInterrupt):
     files.write(
       tmp_path / 'a',
@@ -141,3 +141,18 @@ def test_a_run_without_its_lease_appends_nothing(s3_store):
   files.flush(s3_store.root)
   assert s3_store.names() == ['predictions', 'train/metrics.jsonl']
   lines.close()
+
+
+def test_a_broken_link_is_described(tmp_path):
+  (tmp_path / 'dangling').symlink_to('missing')
+  (tmp_path / 'chain').symlink_to('dangling')
+  (tmp_path / 'loop').symlink_to('loop')
+  (tmp_path / 'sound').symlink_to(tmp_path)
+  target = f'{str(tmp_path / "missing")!r}, which does not exist'
+  for name in ('dangling', 'chain'):
+    for path in (tmp_path / name, tmp_path / name / 'below'):
+      assert files.broken_link(path) == f'{str(tmp_path / name)!r} is a link to {target}'
+  assert 'leads back to itself' in files.broken_link(tmp_path / 'loop/below')
+  for path in ('sound', 'sound/missing', 'missing'):
+    assert files.broken_link(tmp_path / path) is None
+  assert files.broken_link('gs://bucket/x') is None and files.broken_link('a\0b') is None

@@ -143,7 +143,7 @@ def test_a_reader_that_ends_in_the_meantime(tmp_path):
     _WRITES, out, 'news', 'later', 'request', stdin=subprocess.PIPE, stdout=writer, stderr=writer
   )
   os.close(writer)
-  with open(reader) as f:
+  with open(reader, encoding='utf-8') as f:
     assert f.readline() == 'text\n'
   process.communicate(timeout=60)
   assert process.returncode == 75 and out.read_text() == 'the end True'
@@ -153,7 +153,7 @@ def test_output_comes_back_with_its_space(monkeypatch):
   reader, writer = os.pipe()
   fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
   os.set_blocking(writer, False)
-  with open(reader, 'rb') as read, open(writer, 'w') as stream:
+  with open(reader, 'rb') as read, open(writer, 'w', encoding='utf-8') as stream:
     monkeypatch.setattr(sys, 'stderr', stream)
     with standard_streams.lossy_output('stderr', patience_seconds=0.1):
       assert sys.stderr.fileno() == writer and sys.stderr.encoding == stream.encoding
@@ -180,7 +180,7 @@ def _read_all(fd):
 def test_a_reader_that_does_not_read_is_waited_for_once(monkeypatch, make):
   reader, writer = make()
   line = 'x' * 999
-  with open(writer, 'w') as stream:
+  with open(writer, 'w', encoding='utf-8') as stream:
     monkeypatch.setattr(sys, 'stderr', stream)
     with standard_streams.lossy_output('stderr', patience_seconds=0.2):
       begin = time.monotonic()
@@ -289,7 +289,7 @@ def test_a_run_survives_the_reader_of_its_output(tmp_path, environment):
   reader, writer = os.pipe()
   process = _start(_TRAINS, tmp_path, 4, environment=environment, stdout=writer, stderr=writer)
   os.close(writer)
-  with open(reader) as f:  # head -2
+  with open(reader, encoding='utf-8') as f:  # head -2
     assert '  Training in ' in f.readline() and '  Starting from ' in f.readline()
   assert process.wait(timeout=300) == 0
   assert checkpoints.all_steps(tmp_path) == [4]

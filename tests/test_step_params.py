@@ -323,3 +323,10 @@ def test_rules_without_effect_are_errors(options, name):
   StepParams(train_dtype=[('batch/inputs', None), ('hidden', 'bfloat16')]).check(
     {'hidden': jnp.ones(3)}, {'inputs': jnp.ones(3, jnp.int32)}
   )
+
+
+def test_training_in_float16_is_warned_of():
+  with pytest.warns(UserWarning, match="Trainer.train_dtype`='float16' .* Set 'bfloat16'"):
+    step_params_lib.StepParams(train_dtype='float16')
+  # Warnings are errors in tests. A choice of arrays is the user's.
+  step_params_lib.StepParams(train_dtype=[('w$', 'float16')])

@@ -509,7 +509,7 @@ def main(root: pathlib.Path) -> None:
   forms = make_forms(root)
   for folder in forms.values():
     _read(folder)  # imports all modules, and is sound
-  pages = int(pathlib.Path('/proc/self/statm').read_text().split()[0])
+  pages = int(pathlib.Path('/proc/self/statm').read_text(encoding='utf-8').split()[0])
   resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**30,) * 2)
   outcomes, watch = {}, _Watch()
   for form, cases in CASES.items():

@@ -212,7 +212,7 @@ def lock_model_dir(
     is_full = errors.is_disk_full(e)
     if is_full:
       remedy = 'Free disk space, then rerun the command'
-    elif isinstance(e, (FileExistsError, NotADirectoryError)):
+    elif isinstance(e, (FileExistsError, NotADirectoryError)) or files.broken_link(path):
       raise _no_folder_error(path, what, elsewhere) from e
     else:
       remedy = 'Change its permissions'
@@ -245,6 +245,12 @@ def check_model_dir(directory: str | os.PathLike[str]) -> None:
 
 
 def _no_folder_error(path: files.Path, what: str, elsewhere: str) -> errors.CheckpointError:
+  broken = files.broken_link(path)
+  if broken is not None:
+    return errors.CheckpointError(
+      f'The {what} {str(path)!r} cannot be written: {broken}. Delete or replace the link, or choose '
+      f'{elsewhere}.'
+    )
   return errors.CheckpointError(
     f'The {what} {str(path)!r} cannot be written: it is a file, or in one. Choose {elsewhere}.'
   )

@@ -255,6 +255,10 @@ def find_file(
       candidate = candidate.resolve()
     if candidate.is_file():
       return candidate
+  for candidate in candidates:
+    broken = files.broken_link(candidate)
+    if broken is not None:
+      raise ConfigError(f'The gin file {name!r} cannot be read: {broken}. Replace the link.')
   searched = [*folders, packaged_folder()] if folders else [wanted.parent]
   names = dict.fromkeys(map(str, searched))
   raise ConfigError(

@@ -49,8 +49,9 @@ class StackConfig(_FieldsBeforeDepth):
 
   Attributes:
     vocab_size: number of rows of the embedding table, at least the number of ids of the vocabulary.
-    dtype: compute dtype, 'float32', 'bfloat16' or 'float16'. Parameters, norms, softmax and logits are always float32;
-      with 'bfloat16' the product of the logits has bfloat16 operands and float32 sums.
+    dtype: compute dtype, 'float32', 'bfloat16' or, with a warning of its small range, 'float16'. Parameters, norms,
+      softmax and logits are always float32; with 'bfloat16' the product of the logits has bfloat16 operands and float32
+      sums.
     emb_dim: width of the residual stream.
     num_heads: number of attention heads.
     head_dim: size of a head.
@@ -189,6 +190,8 @@ class StackConfig(_FieldsBeforeDepth):
     )
     for activation in self.mlp_activations:
       activation_fn(activation)
+    if dtype == 'float16':
+      checks.warn_of_float16(f'{type(self).__name__}.dtype')
 
 
 @dataclasses.dataclass(frozen=True)

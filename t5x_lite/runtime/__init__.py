@@ -22,6 +22,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     't5x_lite.runtime.gc_control': ('manual_gc',),
     't5x_lite.runtime.goodput': ('Goodput', 'measure'),
     't5x_lite.runtime.huge_pages': ('restart_with_huge_pages',),
+    't5x_lite.runtime.restart': ('restart_in_utf8',),
     't5x_lite.runtime.monitor': ('current_monitor', 'Monitor', 'reporting_errors'),
     't5x_lite.runtime.preemption': ('signals_that_end_a_wait', 'StopSignals'),
     't5x_lite.runtime.profiling': ('ProfileConfig', 'StepProfiler'),

@@ -422,17 +422,20 @@ def read_secret(path: str | None, environment: Mapping[str, str] = os.environ) -
     return environment.get(names.SECRET, '')
   try:
     with open(path, 'rb') as f:
-      mode = os.fstat(f.fileno()).st_mode
+      status = os.fstat(f.fileno())
       secret = f.read(_MAX_SECRET_BYTES).strip().hex()
   except OSError as error:
     raise ConfigError(
       f'--cluster_secret_file must be a file that can be read, got {path!r} ({error.strerror}). Write one with: '
       f'(umask 077; head -c 32 /dev/urandom > {shlex.quote(path)}).'
     ) from None
-  if mode & 0o077:
+  # A secret that Kubernetes mounts belongs to root, and to a group of which the process is the only user's.
+  forbidden = 0o077 if status.st_uid == os.geteuid() else 0o027
+  if status.st_mode & forbidden:
     raise ConfigError(
       f'--cluster_secret_file must be a file that only you can read, got {path!r} with the permissions '
-      f'{mode & 0o777:o}. Change them by: chmod 600 {shlex.quote(path)}.'
+      f'{status.st_mode & 0o777:o}. In Kubernetes write `defaultMode: 0400` into the volume of the Secret; change the '
+      f'permissions of another file by: chmod 600 {shlex.quote(path)}.'
     )
   if len(secret) < _MIN_SECRET_DIGITS:
     raise ConfigError(
@@ -620,7 +623,7 @@ def _follow_launcher(environment: Mapping[str, str] = os.environ) -> None:
 def _runs(process: int) -> bool:
   """Return whether a process of this machine exists and is not a zombie, which nobody has waited for."""
   try:
-    status = pathlib.Path(f'/proc/{process}/stat').read_text()
+    status = pathlib.Path(f'/proc/{process}/stat').read_text(encoding='utf-8')
   except OSError:
     return False
   # The name, in parentheses, may have spaces; the state follows it.

@@ -6,6 +6,8 @@ import pathlib
 import shlex
 import sys
 
+from t5x_lite.runtime import xla_options
+
 # Values of --distributed.
 MODES = ('auto', 'on', 'off')
 # Defaults of flags, in seconds.
@@ -18,6 +20,10 @@ COUNT = 'JAX_NUM_PROCESSES'
 INDEX = 'JAX_PROCESS_ID'
 # The devices of the machine that the process uses, separated by commas.
 LOCAL_DEVICES = 'JAX_LOCAL_DEVICE_IDS'
+# Variables that give each process its place.
+_PLACES = (ADDRESS, COUNT, INDEX, LOCAL_DEVICES)
+# Variables of XLA, next to those of JAX.
+_VARIABLES = ('LIBTPU_INIT_ARGS', 'XLA_FLAGS')
 # Id of the process of `t5x_lite launch` that has started this one.
 LAUNCHED = 'T5X_LITE_LAUNCHED'
 # Secret with which the processes of a run sign what they tell each other.
@@ -27,13 +33,25 @@ COMMAND = 'T5X_LITE_LAUNCH_COMMAND'
 
 
 def command_line() -> str:
-  """Return the command that starts the run of this process again, for a shell."""
+  """Return the command that starts the run of this process again, for a shell, with the variables that JAX reads."""
   if os.environ.get(LAUNCHED) == str(os.getppid()) and COMMAND in os.environ:
     return os.environ[COMMAND]
-  each = ' # for each process, with its --process_index'
-  return shlex.join(sys.orig_argv) + (
-    each if any('--process_index' in word for word in sys.orig_argv) else ''
-  )
+  command = own_command_line()
+  if any('--process_index' in word for word in sys.orig_argv):
+    command += ' # for each process, with its --process_index'
+  return command
+
+
+def own_command_line() -> str:
+  """Return the command of this process, for a shell, with the variables that change what JAX computes and where."""
+  variables = []
+  for name, value in sorted(os.environ.items()):
+    if name == 'XLA_FLAGS':
+      value = value.replace(xla_options.FAST_COMPILATION_FLAG, '').strip()
+    is_read = name in _VARIABLES or name.startswith('JAX_')
+    if is_read and value and name not in _PLACES:
+      variables.append(f'{name}={shlex.quote(value)}')
+  return ' '.join([*variables, shlex.join(sys.orig_argv)])
 
 
 def gpus(environment: Mapping[str, str]) -> list[str]:

@@ -111,7 +111,7 @@ def default_folder() -> pathlib.Path | None:
 def _cpu_features() -> str:
   """Return the features of the CPU in the order of the kernel."""
   try:
-    lines = pathlib.Path('/proc/cpuinfo').read_text(errors='replace').splitlines()
+    lines = pathlib.Path('/proc/cpuinfo').read_text(encoding='utf-8', errors='replace').splitlines()
   except OSError:
     return ''
   for line in lines:

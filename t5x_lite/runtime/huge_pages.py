@@ -6,7 +6,8 @@ kernel fills page by page. Training T5 small touches 240,000 pages of 4 KB a ste
 
 import os
 import pathlib
-import sys
+
+from t5x_lite.runtime.restart import restart
 
 # The switch of the GNU C library (2.35 and later), in the environment of a process from its start.
 _VARIABLE = 'GLIBC_TUNABLES'
@@ -20,31 +21,18 @@ def restart_with_huge_pages() -> None:
   """Replace this process by itself with memory in huge pages, where this has an effect.
 
   It has one on Linux if programs have to ask for huge pages (`madvise`, the default of many distributions) and the
-  environment does not say whether to. `GLIBC_TUNABLES=glibc.malloc.hugetlb=0` disables it. The process keeps its id,
-  arguments and open files. A program that is not a file, such as one from a pipe, does not restart, since it could not
-  be read again. To be called before anything is read, written or imported that takes time.
+  environment does not say whether to. `GLIBC_TUNABLES=glibc.malloc.hugetlb=0` disables it. See `restart.restart`.
   """
   tunables = os.environ.get(_VARIABLE, '')
   # Something may drop the tunable in each start: the system for a program with capabilities, or a `sitecustomize`.
   process = str(os.getpid())
   if _TUNABLE in tunables or os.environ.get(_RESTARTED) == process or not _programs_must_ask():
     return
-  program = getattr(sys.modules['__main__'], '__file__', None)
-  if not sys.executable or program is None or not os.path.isfile(program):
-    return
-  environment = {
-    **os.environ,
-    _VARIABLE: f'{tunables}:{_TUNABLE}=1'.lstrip(':'),
-    _RESTARTED: process,
-  }
-  try:
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
-  except (OSError, ValueError):  # 4 KB pages work too. ValueError: an odd name in the environment.
-    return
+  restart({_VARIABLE: f'{tunables}:{_TUNABLE}=1'.lstrip(':'), _RESTARTED: process})
 
 
 def _programs_must_ask() -> bool:
   try:
-    return '[madvise]' in _KERNEL.read_text()
+    return '[madvise]' in _KERNEL.read_text(encoding='ascii')
   except OSError:  # not Linux, or a kernel without huge pages
     return False

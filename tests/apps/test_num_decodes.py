@@ -44,7 +44,7 @@ def test_bound_decodes_reach_decoding(command, run, tmp_path, monkeypatch, capsy
     return generate(*args, num_decodes=num_decodes, **kwargs)
 
   monkeypatch.setattr(generation, 'generate', spy)
-  monkeypatch.setattr('sys.stdin', io.TextIOWrapper(io.BytesIO(b'x\n')))
+  monkeypatch.setattr('sys.stdin', io.TextIOWrapper(io.BytesIO(b'x\n'), encoding='utf-8'))
   (tmp_path / 'in.txt').write_text('x\ny\n')
   few = '--gin.evaluation.InferenceEvalConfig.num_examples=8'
   arguments = {

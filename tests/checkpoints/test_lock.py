@@ -90,3 +90,19 @@ def test_the_lock_may_be_taken_again_by_its_process(tmp_path):
   assert not first.held and other.communicate('\n\n')[0] == 'free\n'
   with pytest.raises(errors.ConfigError, match='must be a path on a disk or in an object store'):
     checkpoints.lock_model_dir('az://bucket/run')
+
+
+@pytest.mark.parametrize(
+  'target, problem',
+  [('missing', "missing', which does not exist"), ('link', 'leads back to itself')],
+)
+def test_a_broken_link_is_named_and_its_replacement_works(tmp_path, target, problem):
+  link = tmp_path / 'link'
+  link.symlink_to(target)
+  for path in (link, link / 'run'):
+    for check in (lock_lib.check_model_dir, lock_lib.lock_model_dir):
+      with pytest.raises(errors.CheckpointError) as caught:
+        check(str(path))
+      assert problem in str(caught.value) and 'Delete or replace the link' in str(caught.value)
+  link.unlink()
+  lock_lib.lock_model_dir(str(link / 'run')).release()

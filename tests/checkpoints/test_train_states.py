@@ -31,11 +31,14 @@ class CluIterator:
 
   def save(self, filename):
     for name in (f'{filename}.index', f'{filename}.data'):
-      with open(name, 'w') as file:
+      with open(name, 'w', encoding='utf-8') as file:
         file.write(str(self.position))
 
   def restore(self, filename):
-    with open(f'{filename}.index') as index, open(f'{filename}.data') as data:
+    with (
+      open(f'{filename}.index', encoding='utf-8') as index,
+      open(f'{filename}.data', encoding='utf-8') as data,
+    ):
       self.position = int(index.read())
       assert int(data.read()) == self.position
 

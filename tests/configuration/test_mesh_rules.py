@@ -15,7 +15,7 @@ _H100 = 'gpu-h100-8'
 
 def _load(rules, *flags, selector=_H100, more='', files=('run.gin', 'model.gin')):
   """Load the small program with MESH_RULES in rules.gin; flags replace its macros."""
-  with open('rules.gin', 'w') as file:
+  with open('rules.gin', 'w', encoding='utf-8') as file:
     file.write(f'{more}\nMESH_RULES = {rules}\n')
   flags = ['STEPS=10', 'MODEL_DIR=runs/a', *flags]
   texts = [gin_syntax.read_flag(*flag.split('=', 1), f'--gin.{flag}') for flag in flags]
@@ -28,7 +28,7 @@ def _macro(name):
 
 def _reload(text, *flags, selector):
   """Load a recorded configuration."""
-  with open('config.gin', 'w') as file:
+  with open('config.gin', 'w', encoding='utf-8') as file:
     file.write(text)
   texts = [gin_syntax.read_flag(*flag.split('=', 1), f'--gin.{flag}') for flag in flags]
   return gin_utils.load(cases.ENTRY, gin_utils.read(['config.gin'], texts), selector)
@@ -169,7 +169,7 @@ def test_placeholders_do_not_override_rules():
     ('None', 'none'),
     ("[('gpu-.*', 'MODEL_DIR = \"of a rule\"')]", 'of a rule'),
   ):
-    with open('rules.gin', 'w') as file:
+    with open('rules.gin', 'w', encoding='utf-8') as file:
       file.write(f'STEPS = 1\nMESH_RULES = {rules}\n')
     texts = gin_utils.read(
       ['run.gin', 'model.gin', 'rules.gin'], placeholders={'MODEL_DIR': "'none'"}
@@ -405,7 +405,7 @@ def test_a_selector_without_rules_is_rejected():
 
 
 def test_a_misspelt_name_of_the_rules_is_a_warning(caplog):
-  with open('typo.gin', 'w') as file:
+  with open('typo.gin', 'w', encoding='utf-8') as file:
     file.write("MESH_RULE = [('.*', 'BATCH_SIZE = 1')]\n")
   cases.load(files=('run.gin', 'model.gin', 'typo.gin'))
   assert "the macro 'MESH_RULE' is not used. Did you mean 'MESH_RULES'?" in caplog.text

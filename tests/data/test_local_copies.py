@@ -27,13 +27,13 @@ def test_a_version_is_copied_once(store, tmp_path):
   name, other = f'{store.root}/a.txt', str(tmp_path / 'local')
   files.write(name, 'one')
   local, unchanged, _ = local_copies.local_paths([name, other, name])
-  assert pathlib.Path(local).read_text() == 'one' and unchanged == other
+  assert pathlib.Path(local).read_text(encoding='utf-8') == 'one' and unchanged == other
   num_reads = store.proxy.count(operation='read')
   assert (
     local_copies.local_paths([name]) == [local] and store.proxy.count(operation='read') == num_reads
   )
   files.write(name, 'three')
-  assert pathlib.Path(local_copies.local_paths([name])[0]).read_text() == 'three'
+  assert pathlib.Path(local_copies.local_paths([name])[0]).read_text(encoding='utf-8') == 'three'
   with pytest.raises(errors.DataError, match=f"Cannot read '{store.root}/none': No such file"):
     local_copies.local_paths([f'{store.root}/none'])
 

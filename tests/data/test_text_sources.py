@@ -282,7 +282,7 @@ def test_nul_is_not_part_of_a_text(tmp_path, caplog):
 
 
 def test_standard_input_is_read_again_and_again(monkeypatch):
-  monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO('ä\nb'.encode())))
+  monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO('ä\nb'.encode()), encoding='utf-8'))
   source = _open('-')
   assert source.name == 'stdin' and _inputs(source) == _inputs(source) == ['ä', 'b']
   source.close()

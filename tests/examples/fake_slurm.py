@@ -41,7 +41,7 @@ def install(folder):
 
 
 def _log(text):
-  with open(pathlib.Path(os.environ['FAKE_SLURM']) / 'log', 'a') as f:
+  with open(pathlib.Path(os.environ['FAKE_SLURM']) / 'log', 'a', encoding='utf-8') as f:
     f.write(text + '\n')
 
 
@@ -59,7 +59,7 @@ def _parse(words):
 def sbatch(arguments):
   """Run a job until it ends and was not requeued; return the status of the last time."""
   given, (script, *rest) = _parse(arguments)
-  text = pathlib.Path(script).read_text()
+  text = pathlib.Path(script).read_text(encoding='utf-8')
   options = _parse(re.findall(r'^#SBATCH (\S+)$', text, re.MULTILINE))[0] | given
   assert options.keys() <= _OPTIONS, options
   num_nodes, tasks = int(options['nodes']), int(options['ntasks-per-node'])

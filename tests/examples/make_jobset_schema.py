@@ -41,7 +41,9 @@ def main(path):
   """Write the schema."""
   (version,) = [
     version
-    for version in yaml.safe_load(pathlib.Path(path).read_text())['spec']['versions']
+    for version in yaml.safe_load(pathlib.Path(path).read_text(encoding='utf-8'))['spec'][
+      'versions'
+    ]
     if version['name'] == 'v1alpha2'
   ]
   schema = prune(version['schema']['openAPIV3Schema'], [yaml.safe_load(_MANIFEST.read_text())])

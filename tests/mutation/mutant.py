@@ -51,12 +51,14 @@ class Mutant:
 
 @functools.cache
 def _dump(path: pathlib.Path) -> str:
-  return ast.dump(ast.parse(path.read_text()))
+  return ast.dump(ast.parse(path.read_text(encoding='utf-8')))
 
 
 @functools.cache
 def _functions(path: pathlib.Path) -> frozenset[str]:
   """Returns the names of the functions that a file defines at its top."""
   return frozenset(
-    node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)
+    node.name
+    for node in ast.parse(path.read_text(encoding='utf-8')).body
+    if isinstance(node, ast.FunctionDef)
   )

@@ -8,6 +8,34 @@ _LAUNCH, _LAUNCH_TEST = 't5x_lite/apps/launch/run.py', 'tests/apps/launch/test_r
 
 MUTANTS = (
   Mutant(
+    'an_ascii_locale_is_kept',
+    't5x_lite/runtime/restart.py',
+    "if encoding == 'ascii' and",
+    "if encoding == 'ebcdic' and",
+    'tests/runtime/test_restart.py::test_names_in_an_ascii_locale',
+  ),
+  Mutant(
+    'a_printed_command_has_the_place_of_its_process',
+    't5x_lite/runtime/cluster_environment.py',
+    'if is_read and value and name not in _PLACES:',
+    'if is_read and value:',
+    'tests/runtime/test_cluster_environment.py::test_the_printed_command_starts_the_same_run_in_another_shell',
+  ),
+  Mutant(
+    'a_printed_command_lacks_the_flags_of_xla',
+    't5x_lite/runtime/cluster_environment.py',
+    "_VARIABLES = ('LIBTPU_INIT_ARGS', 'XLA_FLAGS')",
+    "_VARIABLES = ('LIBTPU_INIT_ARGS',)",
+    'tests/runtime/test_cluster_environment.py::test_the_printed_command_starts_the_same_run_in_another_shell',
+  ),
+  Mutant(
+    'a_mounted_secret_of_root_is_rejected',
+    't5x_lite/runtime/cluster.py',
+    'else 0o027',
+    'else 0o077',
+    'tests/runtime/test_cluster.py::test_a_secret_comes_from_a_private_file_or_from_launch',
+  ),
+  Mutant(
     'a_failure_does_not_end_the_others',
     _MONITOR,
     '    self.caller.start(functools.partial(self._end_after_grace, failure))\n',

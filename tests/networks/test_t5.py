@@ -670,3 +670,11 @@ def test_invalid_position_biases_raise(biases_fn, message):
   )
   with pytest.raises(ConfigError, match=message):
     jax.eval_shape(lambda key: network.init(key, tokens, tokens, tokens), jax.random.key(0))
+
+
+def test_half_precision_without_loss_scaling_is_warned_of():
+  for dtype in ('float16', jnp.float16):
+    with pytest.warns(UserWarning, match="T5Config.dtype`='float16' .* 65,504, .* Set 'bfloat16'"):
+      config = t5.T5Config(vocab_size=8, dtype=dtype)
+    assert config.dtype == dtype
+  t5.T5Config(vocab_size=8, dtype='bfloat16')  # Warnings are errors in tests.

@@ -135,7 +135,7 @@ def _imports(module: str, path: pathlib.Path) -> list[tuple[str, int]]:
   """Returns (imported module, line) of every import statement of a file, those inside functions included."""
   package = module if path.name == '__init__.py' else module.rpartition('.')[0]
   found = []
-  for node in ast.walk(ast.parse(path.read_text())):
+  for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
     if isinstance(node, ast.Import):
       found += [(alias.name, node.lineno) for alias in node.names]
     elif isinstance(node, ast.ImportFrom):

@@ -432,7 +432,20 @@ def test_a_secret_comes_from_a_private_file_or_from_launch(tmp_path, monkeypatch
     cluster.read_secret('my secret')
   subprocess.run(['sh', '-c', str(caught.value).partition('by: ')[2].rstrip('.')], check=True)
   assert cluster.read_secret('my secret') == secret
-  pathlib.Path('my secret').write_text('short\n')
+  # A secret that Kubernetes mounts for a user who is not root: the group of the volume may read root's file.
+  os.chmod('my secret', 0o440)
+  with pytest.raises(ConfigError, match='write `defaultMode: 0400`'):
+    cluster.read_secret('my secret')
+  user = os.geteuid()
+  monkeypatch.setattr(os, 'geteuid', lambda: user + 1)
+  assert cluster.read_secret('my secret') == secret
+  for mode in (0o444, 0o460):
+    os.chmod('my secret', mode)
+    with pytest.raises(ConfigError, match='with the permissions 4'):
+      cluster.read_secret('my secret')
+  os.chmod('my secret', 0o600)
+  monkeypatch.setattr(os, 'geteuid', lambda: user)
+  pathlib.Path('my secret').write_text('short\n', encoding='utf-8')
   with pytest.raises(ConfigError, match='at least 16 bytes, got 5') as caught:
     cluster.read_secret('my secret')
   subprocess.run(['sh', '-c', str(caught.value).partition('with: ')[2].rstrip('.')], check=True)

@@ -55,6 +55,12 @@ def find_run(path: str) -> FoundRun:
   path = sources.folder_of(path)
   folder = files.path(path)
   if not folder.is_dir():
+    broken = files.broken_link(path)
+    if broken is not None:
+      raise ConfigError(
+        f'{path!r} must be a run directory (MODEL_DIR) or a checkpoint in it: {broken}. Replace the '
+        'link.'
+      )
     near = did_you_mean(
       folder.name,
       [entry.name for entry in folder.parent.glob('*') if entry.is_dir()],

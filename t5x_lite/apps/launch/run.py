@@ -9,7 +9,6 @@ import os
 import pathlib
 import re
 import secrets
-import shlex
 import shutil
 import signal
 import socket
@@ -77,7 +76,7 @@ def launch(
     names.COUNT: str(num_processes),
     names.LAUNCHED: str(os.getpid()),
     names.SECRET: secrets.token_hex(32),
-    names.COMMAND: shlex.join(sys.orig_argv),
+    names.COMMAND: names.own_command_line(),
     'PYTHONUNBUFFERED': '1',
   }
   devices = _devices(num_processes, devices_per_process, os.environ)

@@ -156,6 +156,12 @@ def check_exists(path: discovery.PathLike) -> None:
   root = files.path(path)
   if root.is_dir():
     return
+  broken = files.broken_link(path)
+  if broken is not None:
+    raise errors.CheckpointError(
+      f'{os.fspath(path)!r} must be a directory such as MODEL_DIR/checkpoint_1000: {broken}. Replace '
+      'the link, or give another path.'
+    )
   parent = root.parent
   if root.exists():
     kind = 'file'

@@ -71,7 +71,9 @@ def test_commands_take_the_newest_sound_checkpoint_of_a_run(
   (tmp_path / 'texts').write_text('<extra_id_0> x\n')
 
   def call(folder):
-    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'<extra_id_0> x\n')))
+    monkeypatch.setattr(
+      sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'<extra_id_0> x\n'), encoding='utf-8')
+    )
     argv = [
       word.replace('RUN', str(folder))
       .replace('TEXTS', f'{tmp_path}/texts')

@@ -157,7 +157,7 @@ def test_json_lines_with_the_keys_of_the_run_and_labels_of_any_type(tmp_path, ru
 def test_pipes(tmp_path, run, capsys, monkeypatch):
   monkeypatch.chdir(tmp_path)
   text = '{"question": "a <extra_id_0>", "id": 3}\nbroken\n'
-  monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(text.encode())))
+  monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(text.encode()), encoding='utf-8'))
   status, out, err = _main(
     capsys,
     run,

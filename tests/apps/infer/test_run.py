@@ -335,7 +335,7 @@ def test_lengths_that_are_none_are_those_of_the_longest_examples(tmp_path, check
         checkpoint,
         tmp_path / name,
       )
-    ).read_text()
+    ).read_text(encoding='utf-8')
     for name, lengths in (('computed', None), ('given', {'inputs': 6, 'targets': 2}))
   ]
   assert found[0] == found[1] and max(map(len, texts)) == 5
@@ -513,7 +513,7 @@ def test_a_function_merges_the_chunks(tmp_path, lines, checkpoint):
     toy_infer.infer(cfg, checkpoint, tmp_path / 'own', merge_fn=merge)
   (own,) = toy_infer.infer(cfg, checkpoint, tmp_path / 'own', merge_fn=merge)
   assert calls == [5, 5] and pathlib.Path(own).read_bytes() == pathlib.Path(usual).read_bytes()
-  assert pathlib.Path(f'{own}.more').read_text() == pathlib.Path(own).name
+  assert pathlib.Path(f'{own}.more').read_text(encoding='utf-8') == pathlib.Path(own).name
   for shard_id in range(2):  # results of another form are not merged over shards
     paths = toy_infer.infer(
       cfg, checkpoint, tmp_path / 'shards', merge_fn=merge, shard_id=shard_id, num_shards=2

@@ -99,7 +99,7 @@ def test_what_a_script_has_started_ends_too(tmp_path, monkeypatch):
 
   def has_ended():
     # Nobody may have asked for its status.
-    return not status.exists() or 'State:\tZ' in status.read_text()
+    return not status.exists() or 'State:\tZ' in status.read_text(encoding='utf-8')
 
   deadline = time.monotonic() + 10  # A killed process needs a processor to end.
   while not has_ended() and time.monotonic() < deadline:
@@ -147,7 +147,11 @@ def test_a_signal_to_the_launcher_and_its_processes_is_one_signal():
   process = _launch(_SAVES, 2)
   for _ in range(2):
     assert 'ready' in process.stdout.readline()
-  children = pathlib.Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text().split()
+  children = (
+    pathlib.Path(f'/proc/{process.pid}/task/{process.pid}/children')
+    .read_text(encoding='utf-8')
+    .split()
+  )
   assert len(children) == 2
   for receiver in (process.pid, *map(int, children)):  # as systemd does
     os.kill(receiver, signal.SIGTERM)

@@ -119,7 +119,7 @@ def test_texts(compiled):
   assert (
     len(names) == 8 and {'training_step.stablehlo.mlir', 'training_step.optimized_hlo.txt'} <= names
   )
-  before, after = (pathlib.Path(path).read_text() for path in programs[1].hlo_files)
+  before, after = (pathlib.Path(path).read_text(encoding='utf-8') for path in programs[1].hlo_files)
   assert 'stablehlo.dot_general' in before and 'num_partitions = 4' in before
   assert after.startswith('HloModule') and 'all-reduce' in after
 

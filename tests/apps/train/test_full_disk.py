@@ -142,7 +142,7 @@ rm disk/filler
 wait $pid
 ls disk/run; cp -r disk/run kept
 """
-  with open(tmp_path / 'log', 'w') as log:
+  with open(tmp_path / 'log', 'w', encoding='utf-8') as log:
     done = subprocess.run(
       ['unshare', '-m', 'bash', '-c', script],
       cwd=tmp_path,
