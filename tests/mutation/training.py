@@ -201,7 +201,7 @@ MUTANTS = (
   ),
   Mutant(
     'a_program_from_a_pipe_restarts',
-    't5x_lite/runtime/huge_pages.py',
+    't5x_lite/runtime/restart.py',
     ' or program is None or not os.path.isfile(program)',
     '',
     'tests/runtime/test_huge_pages.py::test_a_program_that_cannot_be_read_again_does_not_restart',
