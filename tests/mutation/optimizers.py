@@ -4,6 +4,20 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'axes_of_a_part_by_any_dims_of_its_sizes',
+    't5x_lite/optimizers/axes/kinds.py',
+    'if len(found) == 1:',
+    'if found:',
+    'tests/optimizers/axes/test_kinds.py::test_dims_of_one_size_are_ambiguous_unless_their_names_are_equal',
+  ),
+  Mutant(
+    'an_array_like_no_parameter_is_replicated_silently',
+    't5x_lite/optimizers/axes/kinds.py',
+    'if np.ndim(value) == 0 and isinstance(value, ARRAY_TYPES):\n      return PartitionSpec()',
+    'if isinstance(value, ARRAY_TYPES):\n      return names.unnamed_axes(value)',
+    'tests/optimizers/axes/test_kinds.py::test_an_array_of_another_shape_is_named',
+  ),
+  Mutant(
     'ademamix_widens_its_averages',
     't5x_lite/optimizers/optax_adapter/constructors.py',
     'return updates, narrow(state)',

@@ -1,12 +1,13 @@
 """Kinds of fields of optax states: functions that derive a field's logical axes from those of the parameters.
 
 `KINDS` is the table; the module `rules` describes each kind. A kind is a function from (value of the field, layout of
-the parameters, name of the field) to the value with a `PartitionSpec` for each array.
+the parameters, name of the field) to the value with a `PartitionSpec` for each array. `derive_inferred` needs no kind:
+it tells from its shape what each array is.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
-import functools
+import itertools
 from typing import Any
 
 import jax
@@ -49,6 +50,9 @@ class ParamsLayout:
       )
     return self.params
 
+
+# Classes of arrays, their shapes, and numbers. Other leaves of a tree are objects that JAX does not know.
+ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, bool, int, float, complex)
 
 # Function from (value, layout, name) to the value with a `PartitionSpec` for each array.
 Kind = Callable[[Any, ParamsLayout, str], Any]
@@ -149,116 +153,32 @@ def _fit_error(kind: str, where: str, path: str, array: Any, expected: str) -> C
   )
 
 
-def _per_param(
-  kind: str, expected: str
-) -> Callable[[Callable[[Any, PartitionSpec, Any], Any]], Kind]:
-  """Return a decorator that makes a kind of a function for the value at one parameter.
+# --- What an array at a parameter is ---------------------------------------------------------------------------------
 
-  Args:
-    kind: name of the kind, for error messages.
-    expected: expected value, for error messages; '{dims}' is replaced by the dims of the parameter.
-
-  Returns:
-    Decorator of a function from (value, axes of the parameter, the parameter or None) to the axes of the value, or to
-    None if the value does not fit the kind.
-  """
-
-  def decorate(axes_of: Callable[[Any, PartitionSpec, Any], Any]) -> Kind:
-    @functools.wraps(axes_of)
-    def derive_kind(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
-      def derive(path: str, array: Any, axes: PartitionSpec, param: Any) -> Any:
-        found = axes_of(array, axes, param)
-        if found is None:
-          dims = tuple(axes)
-          if param is not None:
-            dims = tuple(np.shape(param))
-          raise _fit_error(kind, where, path, array, expected.format(dims=dims))
-        return found
-
-      return map_params(derive, value, layout, where)
-
-    return derive_kind
-
-  return decorate
+# Function from (value at a parameter, axes of the parameter, the parameter, its shape, or None) to the axes of the
+# value, or to None if the value is not of this kind.
+Reading = Callable[[Any, PartitionSpec, Any], Any]
 
 
-@_per_param('params', 'the dims {dims} of the parameter')
-def derive_params(array: Any, axes: PartitionSpec, param: Any) -> PartitionSpec | None:
-  """Return the axes of a copy of the parameters: the parameters' axes.
-
-  Args:
-    array: array or shape at the path of the parameter.
-    axes: logical axes of the parameter.
-    param: the parameter, its shape, or None.
-
-  Returns:
-    `PartitionSpec` of one entry per dim, or None if the value does not fit.
-  """
-  fits = (
-    is_array(array)
-    and np.ndim(array) == len(axes)
-    and (param is None or np.shape(array) == np.shape(param))
-  )
-  if fits:
-    return axes
-  return None
+def _read_copy(array: Any, axes: PartitionSpec, param: Any) -> PartitionSpec | None:
+  """Return the parameter's axes for a copy of it."""
+  if not is_array(array) or np.ndim(array) != len(axes):
+    return None
+  if param is not None and np.shape(array) != np.shape(param):
+    return None
+  return axes
 
 
-@_per_param('leading_dims', 'the dims {dims} of the parameter after any leading dims')
-def derive_leading_dims(array: Any, axes: PartitionSpec, param: Any) -> PartitionSpec | None:
-  """Return the axes of stacked copies of the parameters: the parameters' axes after unnamed leading dims.
-
-  Args:
-    array: array [..., *shape of the parameter] or its shape.
-    axes: logical axes of the parameter.
-    param: the parameter, its shape, or None.
-
-  Returns:
-    `PartitionSpec` of one entry per dim, or None if the value does not fit.
-  """
-  num_leading = np.ndim(array) - len(axes)
-  fits = (
-    is_array(array)
-    and num_leading >= 0
-    and (param is None or np.shape(array)[num_leading:] == np.shape(param))
-  )
-  if fits:
-    return PartitionSpec(*(None,) * num_leading, *axes)
-  return None
-
-
-@_per_param('per_parameter_scalar', 'one element')
-def derive_per_parameter_scalar(
-  array: Any, axes: PartitionSpec, param: Any
-) -> PartitionSpec | None:
-  """Return the axes of one number per parameter: no names.
-
-  Args:
-    array: array with one element, or its shape.
-    axes: logical axes of the parameter.
-    param: the parameter, its shape, or None.
-
-  Returns:
-    `PartitionSpec` of one entry per dim, or None if the value does not fit.
-  """
+def _read_number(array: Any, axes: PartitionSpec, param: Any) -> PartitionSpec | None:
+  """Return no names for one number per parameter, of any rank."""
   del axes, param
   if is_array(array) and np.size(array) == 1:
     return names.unnamed_axes(array)
   return None
 
 
-@_per_param('per_dim', 'one vector for each of the dims {dims}')
-def derive_per_dim(vectors: Any, axes: PartitionSpec, param: Any) -> Any:
-  """Return the axes of a list of vectors per parameter, one for each dim: the dims' names.
-
-  Args:
-    vectors: list of one array [n] for each dim of size n of the parameter.
-    axes: logical axes of the parameter.
-    param: the parameter, its shape, or None.
-
-  Returns:
-    `PartitionSpec` of one entry per dim for each vector, or None if the value does not fit.
-  """
+def _read_vectors(vectors: Any, axes: PartitionSpec, param: Any) -> Any:
+  """Return the name of each dim for a list of vectors, one [n] for each dim of size n of the parameter."""
   if not isinstance(vectors, Sequence) or len(vectors) != len(axes):
     return None
   if any(np.ndim(vector) != 1 for vector in vectors):
@@ -268,6 +188,79 @@ def derive_per_dim(vectors: Any, axes: PartitionSpec, param: Any) -> Any:
     return None
   make_sequence: Any = type(vectors)
   return make_sequence(PartitionSpec(name) for name in axes)
+
+
+def _read_stack(array: Any, axes: PartitionSpec, param: Any) -> PartitionSpec | None:
+  """Return the parameter's axes after unnamed ones for copies stacked to [..., *shape of the parameter]."""
+  num_leading = np.ndim(array) - len(axes)
+  if not is_array(array) or num_leading < 0:
+    return None
+  if param is not None and np.shape(array)[num_leading:] != np.shape(param):
+    return None
+  return PartitionSpec(*(None,) * num_leading, *axes)
+
+
+def _read_reduced(array: Any, axes: PartitionSpec, param: Any) -> PartitionSpec | None:
+  """Return the names of the dims that an array keeps of its parameter, such as a factored moment.
+
+  The other dims are gone, or have size 1. If several choices of dims have the sizes of the array but other names, as
+  for a vector [n] of a matrix [n, n], the array is not of this kind.
+  """
+  if param is None or not is_array(array):
+    return None
+  shape = np.shape(param)
+  sizes = np.shape(array)
+  if len(sizes) == len(shape):
+    kept = [size == whole for size, whole in zip(sizes, shape, strict=True)]
+    if not all(is_kept or size == 1 for is_kept, size in zip(kept, sizes, strict=True)):
+      return None
+    return PartitionSpec(
+      *(name if is_kept else None for name, is_kept in zip(axes, kept, strict=True))
+    )
+  choices = itertools.combinations(range(len(shape)), len(sizes))
+  found = {
+    tuple(axes[dim] for dim in dims)
+    for dims in choices
+    if tuple(shape[dim] for dim in dims) == sizes
+  }
+  if len(found) == 1:
+    return PartitionSpec(*found.pop())
+  return None
+
+
+# Kind to its reading, in the order in which they are tried, and to what the value must be, for error messages.
+_READINGS: Mapping[str, tuple[Reading, str]] = {
+  'params': (_read_copy, 'the dims {dims} of the parameter'),
+  'per_parameter_scalar': (_read_number, 'one element'),
+  'per_dim': (_read_vectors, 'one vector for each of the dims {dims}'),
+  'reduced': (_read_reduced, 'some of the dims {dims} of the parameter, told by their sizes'),
+  'leading_dims': (_read_stack, 'the dims {dims} of the parameter after any leading dims'),
+}
+
+
+def _per_param(kind: str) -> Kind:
+  """Return the kind of a tree whose value at each parameter has one reading."""
+  read, expected = _READINGS[kind]
+
+  def derive_kind(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
+
+    def derive(path: str, array: Any, axes: PartitionSpec, param: Any) -> Any:
+      found = read(array, axes, param)
+      if found is None:
+        dims = tuple(axes)
+        if param is not None:
+          dims = tuple(np.shape(param))
+        raise _fit_error(kind, where, path, array, expected.format(dims=dims))
+      return found
+
+    return map_params(derive, value, layout, where)
+
+  return derive_kind
+
+
+derive_params = _per_param('params')
+
+# --- Kinds of other trees --------------------------------------------------------------------------------------------
 
 
 def derive_scalar(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
@@ -321,8 +314,99 @@ def derive_nested(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
   return layout.derive(value, layout)
 
 
+class UnlikeParamsError(Exception):
+  """An array whose logical axes do not follow from its shape.
+
+  Attributes:
+    array: the array or its shape.
+    reason: why its axes do not follow, a clause.
+    path: names from the state to the array.
+  """
+
+  def __init__(self, array: Any, reason: str, path: tuple[str, ...] = ()):
+    super().__init__(array, reason, path)
+    self.array = array
+    self.reason = reason
+    self.path = path
+
+  def below(self, name: str) -> 'UnlikeParamsError':
+    """Return the error as seen from the node that has this one as its child `name`."""
+    return UnlikeParamsError(self.array, self.reason, (name, *self.path))
+
+
+def derive_inferred(value: PyTree, layout: ParamsLayout, where: str = '') -> PyTree:
+  """Return the axes of any tree of arrays as far as their shapes tell them.
+
+  A part with the structure of the parameters has, at each parameter, a copy of it, one number, one vector for each dim,
+  copies stacked along leading dims, or an array that lacks some of its dims. Outside of such parts there are states,
+  by the rules of their classes, and scalars.
+
+  Args:
+    value: tree of arrays or shapes.
+    layout: the parameters.
+    where: name of the value; unused.
+
+  Returns:
+    `value` with a `PartitionSpec` of one entry per dim for each array.
+
+  Raises:
+    UnlikeParamsError: an array of another shape, or of a shape that several dims of its parameter may have.
+  """
+  del where
+  if value is None or is_masked(value):
+    return value
+  if _is_like_params(value, layout.axes, layout.params):
+    return map_params(_infer_axes, value, layout, '')
+  if is_array(value):
+    if np.ndim(value) == 0 and isinstance(value, ARRAY_TYPES):
+      return PartitionSpec()
+    raise UnlikeParamsError(value, 'no parameter has its place in the tree')
+  children, treedef = children_of(value)
+  results = []
+  for name, child in children.items():
+    try:
+      results.append(layout.derive(child, layout))
+    except UnlikeParamsError as error:
+      raise error.below(name) from None
+  return treedef.unflatten(results)
+
+
+def _is_like_params(node: Any, axes: Any, params: Any) -> bool:
+  """Return True if a tree has the structure of the parameters, with an array, or one per dim, at each of them."""
+  if node is None or is_masked(node):
+    return True
+  if isinstance(axes, PartitionSpec):
+    return is_array(node) or _read_vectors(node, axes, params) is not None
+  if is_array(node) or is_array(axes):
+    return False
+  children, _ = children_of(node)
+  axes_children, _ = children_of(axes)
+  params_children = {}
+  if params is not None:
+    params_children, _ = children_of(params)
+  return children.keys() == axes_children.keys() and all(
+    _is_like_params(child, axes_children[name], params_children.get(name))
+    for name, child in children.items()
+  )
+
+
+def _infer_axes(path: str, array: Any, axes: PartitionSpec, param: Any) -> Any:
+  """Return the axes of an array, or of a list of vectors, at a parameter, by the first reading that fits."""
+  for read, _ in _READINGS.values():
+    found = read(array, axes, param)
+    if found is not None:
+      return found
+  if param is None:
+    reason = 'it depends on the shapes of the parameters, which were not passed'
+  else:
+    reason = (
+      f'it is neither a copy nor, in one way only, a part of its parameter {tuple(np.shape(param))}'
+    )
+  raise UnlikeParamsError(array, reason, tuple(path.split('/')))
+
+
 def derive_matched(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
-  """Return the parameters' axes for parts with the structure of the parameters, and no names for other arrays.
+  """Return the axes of any tree of arrays: as `derive_inferred`, but no names for an array that is like no parameter.
 
   Args:
     value: any tree of arrays or shapes.
@@ -332,11 +416,9 @@ def derive_matched(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
   Returns:
     `value` with a `PartitionSpec` of one entry per dim for each array.
   """
-  if value is None or is_masked(value):
-    return value
   try:
-    return derive_params(value, layout, where)
-  except ConfigError:
+    return derive_inferred(value, layout)
+  except UnlikeParamsError:
     if is_array(value):
       return names.unnamed_axes(value)
   children, treedef = children_of(value)
@@ -344,50 +426,10 @@ def derive_matched(value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
 
 
 KINDS: dict[str, Kind] = {
-  'params': derive_params,
-  'leading_dims': derive_leading_dims,
-  'per_dim': derive_per_dim,
-  'per_parameter_scalar': derive_per_parameter_scalar,
+  **{kind: _per_param(kind) for kind in _READINGS},
   'nested': derive_nested,
   'scalar': derive_scalar,
   'matched': derive_matched,
   'replicated': derive_replicated,
+  'inferred': derive_inferred,
 }
-
-
-def propose_kind(value: Any, layout: ParamsLayout) -> str:
-  """Return a kind that fits the value of a field; 'replicated' if no other kind fits.
-
-  Args:
-    value: value of the field.
-    layout: the parameters.
-
-  Returns:
-    Name of a kind in `KINDS`.
-  """
-  if jax.tree.leaves(value) and all(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(value)):
-    # One number per parameter is a tree of numbers; a single number is a counter.
-    if is_array(value):
-      candidates = ['scalar']
-    else:
-      candidates = ['params', 'per_parameter_scalar', 'scalar']
-  elif _holds_states(value):
-    return 'nested'
-  else:
-    candidates = ['params', 'per_dim', 'leading_dims', 'per_parameter_scalar']
-  for kind in candidates:
-    try:
-      KINDS[kind](value, layout, '')
-    except ConfigError:
-      continue
-    return kind
-  return 'replicated'
-
-
-def _holds_states(node: Any) -> bool:
-  """Return True if `node` contains a named tuple, as states are, above its arrays."""
-  if node is None or is_array(node) or is_masked(node):
-    return False
-  return fields_of(type(node)) is not None or any(
-    _holds_states(child) for child in children_of(node)[0].values()
-  )

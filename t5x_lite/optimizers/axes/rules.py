@@ -1,22 +1,26 @@
 """Rules for the logical axes of optax states.
 
-An optax state is a nest of named tuples. The rule of a class gives the kind of every field:
+An optax state is a nest of named tuples. The shapes of its arrays tell their axes (`kinds.derive_inferred`): a copy
+of a parameter, or a part of one, has the axes of the parameter, a scalar has none. Only states that shapes do not
+describe have rules: random keys and short tables, of which every device has a copy, results of users' functions, and
+the statistics in `reduced`. `rules_optax` is the table of optax's; `OptaxStatePartitionRules.register` adds a user's,
+with a function or with kinds of fields:
 
+* `inferred`, the default: by the shapes of the arrays;
 * `params`: a tree like the parameters, with the parameters' axes;
 * `leading_dims`: stacked copies of the parameters: the parameters' axes after unnamed leading dims;
 * `per_dim`: for each parameter a list of vectors, one for each dim, with the name of the dim;
+* `reduced`: for each parameter an array that has only some of its dims, with their names;
 * `per_parameter_scalar`: for each parameter one number, replicated;
-* `nested`: a state, or a nest of states, of inner transformations, with the rules of their classes;
+* `nested`: a state, or a nest of states, of inner transformations, by the rules of their classes;
 * `scalar`: counters, flags and other scalars, replicated; arrays with dims are an error;
-* `matched`: anything; parts with the structure of the parameters have their axes, all other arrays are replicated;
+* `matched`: as `inferred`, but all other arrays are replicated;
 * `replicated`: arrays of any size that every device has a copy of: random keys, short tables.
 
 In trees like the parameters, `optax.MaskedNode` or None may replace parameters that a transformation does not update.
-The rules for optax's classes are in `rules_optax`; those for statistics with fewer or more dims (`FactoredState`,
-`GaLoreState`) are in `reduced`.
 
-A class without a rule is an error, because silently replicating a large state would cost the memory that sharding
-saves. `OptaxStatePartitionRules.register` adds a rule for a custom class.
+An array that is like no parameter is an error unless it has a rule, because silently replicating a large state would
+cost the memory that sharding saves.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,8 +44,6 @@ PartitionRule = Callable[[Any, LogicalAxes], Any]
 # The same for states whose axes depend on the parameters' shapes: from (state, logical axes, parameters).
 ShapedPartitionRule = Callable[[Any, LogicalAxes, Params], Any]
 
-_ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, bool, int, float, complex)
-
 
 class OptaxStatePartitionRules:
   """Table of the rules for the logical axes of optax states, by state class."""
@@ -61,21 +63,22 @@ class OptaxStatePartitionRules:
       rule: function from (state, logical axes of the parameters) to the state with a `PartitionSpec` of one entry per
         dim for each array, for states that the kinds do not describe. If it needs the parameters' shapes, use
         `register_with_params`.
-      **field_kinds: kind of each field with arrays: 'params', 'leading_dims', 'per_dim', 'per_parameter_scalar',
-        'nested', 'scalar', 'matched' or 'replicated', see the module docstring.
+      **field_kinds: kind of a field with arrays: 'params', 'leading_dims', 'per_dim', 'reduced',
+        'per_parameter_scalar', 'nested', 'scalar', 'matched' or 'replicated', see the module docstring; 'inferred' for
+        fields that are not given.
 
     Raises:
-      ConfigError: missing or unknown fields, an unknown kind, or both a function and kinds.
+      ConfigError: an unknown field, an unknown kind, or both a function and kinds.
 
     >>> from typing import NamedTuple
     >>> class MyState(NamedTuple):
-    ...   count: Any
     ...   momentum: Any
-    >>> OptaxStatePartitionRules.register(MyState, count='scalar', momentum='params')
+    ...   random_key: Any
+    >>> OptaxStatePartitionRules.register(MyState, random_key='replicated')
     """
     if rule is None:
       _check_field_kinds(state_class, field_kinds)
-      cls._RULES[state_class] = _rule_by_fields(state_class.__name__, field_kinds)
+      cls._RULES[state_class] = _rule_by_fields(field_kinds)
       return
     if field_kinds or not callable(rule):
       raise ConfigError(
@@ -101,11 +104,6 @@ class OptaxStatePartitionRules:
     )
 
   @classmethod
-  def has_rule(cls, state_class: type) -> bool:
-    """Return True if states of this class have a rule."""
-    return cls._rule_of(state_class) is not None
-
-  @classmethod
   def derive_optax_logical_axes(
     cls, optax_state: PyTree, params_axes: LogicalAxes, params: Params | None = None
   ) -> PyTree:
@@ -115,17 +113,21 @@ class OptaxStatePartitionRules:
       optax_state: state of an optax transformation; arrays or `jax.ShapeDtypeStruct`s.
       params_axes: tree like the parameters with a `PartitionSpec` of logical names for each.
       params: the parameters or `jax.ShapeDtypeStruct`s of them. Few states need them (`FactoredState`, `GaLoreState`,
-        `SplitRealAndImaginaryState`); if given, their shapes are compared with those of copies in the state.
+        `SplitRealAndImaginaryState`, and arrays with some of the dims of a parameter); if given, shapes are compared,
+        else only ranks.
 
     Returns:
       The same structure with a `PartitionSpec` of one entry per dim for each array.
 
     Raises:
-      ConfigError: a state class without a rule, a rule that does not fit the state, or missing parameters.
+      ConfigError: an array whose axes its shape does not tell and no rule gives, a rule that does not fit the state, or
+        missing parameters.
     """
-    return cls._derive(
-      optax_state, ParamsLayout(axes=params_axes, params=params, derive=cls._derive)
-    )
+    layout = ParamsLayout(axes=params_axes, params=params, derive=cls._derive)
+    try:
+      return cls._derive(optax_state, layout)
+    except kinds.UnlikeParamsError as error:
+      raise _bare_array_error(error) from None
 
   @classmethod
   def derive_params_axes(cls, optax_params: PyTree, params_axes: LogicalAxes) -> LogicalAxes:
@@ -145,18 +147,15 @@ class OptaxStatePartitionRules:
     return kinds.derive_params(optax_params, layout, 'an optax state')
 
   @classmethod
-  def _derive(cls, state: Any, layout: ParamsLayout) -> Any:
-    if state is None or kinds.is_masked(state):
-      return state
-    if kinds.is_array(state):
-      raise _bare_leaf_error(state)
-    if rule := cls._rule_of(type(state)):
-      return rule(state, layout)
-    # A chex dataclass is a mapping, but needs a rule.
-    if _fields_with_arrays(type(state)) is None and isinstance(state, (tuple, list, Mapping)):
-      children, treedef = kinds.children_of(state)
-      return treedef.unflatten([cls._derive(child, layout) for child in children.values()])
-    raise _no_rule_error(state, layout)
+  def _derive(cls, node: Any, layout: ParamsLayout) -> Any:
+    """Return the axes of a state, or of a nest of states: by the rules of their classes, else by the arrays' shapes."""
+    derive = cls._rule_of(type(node)) or kinds.derive_inferred
+    try:
+      return derive(node, layout)
+    except kinds.UnlikeParamsError as error:
+      if not error.path or not _fields_with_arrays(type(node)):
+        raise
+      raise _unlike_error(type(node), error, layout) from None
 
   @classmethod
   def _rule_of(cls, state_class: type) -> StateRule | None:
@@ -175,25 +174,23 @@ class OptaxStatePartitionRules:
     row = OPTAX_STATES.get(name)
     if callable(row):
       cls._RULES[state_class] = row
-    elif row is not None and set(row) == set(kinds.fields_of(state_class) or ()):
-      cls._RULES[state_class] = _rule_by_fields(name, row)
+    elif row is not None and set(row) <= set(kinds.fields_of(state_class) or ()):
+      cls._RULES[state_class] = _rule_by_fields(row)
 
 
-def _rule_by_fields(name: str, field_kinds: Mapping[str, str]) -> StateRule:
+def _rule_by_fields(field_kinds: Mapping[str, str]) -> StateRule:
+  """Return the rule of a class: the kind of each field, 'inferred' for the others."""
 
   def derive(state: Any, layout: ParamsLayout) -> Any:
     children, treedef = kinds.children_of(state)
-    if missing := [field for field in children if field not in field_kinds]:
-      raise ConfigError(
-        f'{type(state).__name__} has arrays in {missing}, for which the rule for {name} has no kind. Register a rule '
-        f'for {type(state).__name__} with a kind for each of {list(children)}.'
-      )
-    return treedef.unflatten(
-      [
-        kinds.KINDS[field_kinds[field]](value, layout, f'{name}.{field}')
-        for field, value in children.items()
-      ]
-    )
+    axes = []
+    for field, value in children.items():
+      kind = kinds.KINDS[field_kinds.get(field, 'inferred')]
+      try:
+        axes.append(kind(value, layout, f'{type(state).__name__}.{field}'))
+      except kinds.UnlikeParamsError as error:
+        raise error.below(field) from None
+    return treedef.unflatten(axes)
 
   return derive
 
@@ -208,8 +205,8 @@ def _rule_by_function(name: str, rule: StateRule) -> StateRule:
   return derive
 
 
-def _fields_with_arrays(state_class: type) -> tuple[str, ...] | None:
-  """Return the fields with arrays of a named tuple or dataclass; None for any other class."""
+def _fields_with_arrays(state_class: type) -> tuple[str, ...]:
+  """Return the fields with arrays of a named tuple or dataclass; none for any other class."""
   if dataclasses.is_dataclass(state_class):
     # flax.struct and JAX mark static fields in this way.
     return tuple(
@@ -217,64 +214,60 @@ def _fields_with_arrays(state_class: type) -> tuple[str, ...] | None:
       for field in dataclasses.fields(state_class)
       if field.metadata.get('pytree_node', True) and not field.metadata.get('static', False)
     )
-  return kinds.fields_of(state_class)
+  return kinds.fields_of(state_class) or ()
 
 
 def _check_field_kinds(state_class: type, field_kinds: Mapping[str, str]) -> None:
   name = state_class.__name__
-  found = _fields_with_arrays(state_class)
-  fields = found or ()
-  if found is None or set(fields) != set(field_kinds):
-    unknown = [field for field in field_kinds if field not in fields]
+  fields = _fields_with_arrays(state_class)
+  unknown = [field for field in field_kinds if field not in fields]
+  if unknown or not fields:
     hint = ''
     if unknown and fields:
       hint = did_you_mean(unknown[0], fields)
     raise ConfigError(
-      f'The rule for {name} must give a kind for each field with arrays, {list(fields)}, got one for '
-      f'{list(field_kinds)}.{hint} For a state that the '
-      f'kinds do not describe register a function: register({name}, rule).'
+      f'The rule for {name} must give kinds of its fields with arrays, {list(fields)}, got kinds of '
+      f'{list(field_kinds)}.{hint} For a state that the kinds do not describe register a function: '
+      f'register({name}, rule).'
     )
   checks.check(name, field_kinds, **dict.fromkeys(field_kinds, checks.one_of(kinds.KINDS)))
 
 
-def _bare_leaf_error(leaf: Any) -> ConfigError:
-  if not isinstance(leaf, _ARRAY_TYPES):
+def _unlike_error(
+  state_class: type, error: kinds.UnlikeParamsError, layout: ParamsLayout
+) -> ConfigError:
+  """Return the error for a field with an array that is like no parameter, with a call that gives it a rule."""
+  name = state_class.__name__
+  field = error.path[0]
+  where = f'{name}.{"/".join(error.path)}'
+  shape = tuple(np.shape(error.array))
+  if _is_vector_of_all_parameters(shape, layout):
     return ConfigError(
-      f'An optax state has an object of type {type(leaf).__name__}, which is not a pytree. Register its class '
-      'with JAX, for instance by flax.struct.dataclass, and its rule with '
-      'optimizers.OptaxStatePartitionRules.register.'
+      f'{where} is one vector of all parameters, as in optax.flatten, which cannot be sharded: remove optax.flatten.'
     )
   return ConfigError(
-    f'An optax state has an array of shape {tuple(np.shape(leaf))} outside of any state class, so that no rule gives '
-    'its logical axes. Let the transformation return a named tuple as its state, and register this class '
-    'with optimizers.OptaxStatePartitionRules.register.'
+    f'The logical axes of {where} do not follow from its shape {shape}: {error.reason}. If every device may have a '
+    f'copy of it, call optimizers.OptaxStatePartitionRules.register({name}, {field}={"replicated"!r}); else register a '
+    f'function from (state, logical axes of the parameters): register({name}, rule).'
   )
 
 
-def _no_rule_error(state: Any, layout: ParamsLayout) -> ConfigError:
-  """Return the error for a class without a rule, with a proposed call that adds one."""
-  state_class = type(state)
-  name = state_class.__name__
-  if _fields_with_arrays(state_class) is None:
-    arguments = 'rule'
-    remark = 'where rule is a function from (state, logical axes of the parameters).'
-  else:
-    children, _ = kinds.children_of(state)
-    proposed = {field: kinds.propose_kind(value, layout) for field, value in children.items()}
-    arguments = ', '.join(f'{field}={kind!r}' for field, kind in proposed.items())
-    remark = (
-      f'where the kinds, out of {tuple(kinds.KINDS)}, are guessed from the shapes. For a state that the kinds do not '
-      'describe, give a function from (state, logical axes of the parameters) instead.'
+def _is_vector_of_all_parameters(shape: tuple[int, ...], layout: ParamsLayout) -> bool:
+  if layout.params is None:
+    return False
+  num_parameters = sum(np.size(param) for param in jax.tree.leaves(layout.params))
+  return shape == (num_parameters,)
+
+
+def _bare_array_error(error: kinds.UnlikeParamsError) -> ConfigError:
+  """Return the error for an array that is like no parameter and in no field of a state class."""
+  if not isinstance(error.array, kinds.ARRAY_TYPES):
+    return ConfigError(
+      f'An optax state has an object of type {type(error.array).__name__}, which is not a pytree. Register its class '
+      'with JAX, for instance by flax.struct.dataclass.'
     )
-    unlike = [field for field, kind in proposed.items() if kind == 'replicated']
-    if unlike:
-      remark += (
-        f' With this call, every device would have a copy of {unlike}, which fit no other kind.'
-      )
-  if arguments:
-    arguments = f', {arguments}'
-  call = f'optimizers.OptaxStatePartitionRules.register({name}{arguments})'
   return ConfigError(
-    f'The optax state {state_class.__module__}.{state_class.__qualname__} has no rule for its logical axes. '
-    f'Add one with {call} {remark}'
+    f'The logical axes of an array of shape {tuple(np.shape(error.array))} outside of any state class do not follow '
+    f'from its shape: {error.reason}. Let the transformation return a named tuple as its state, and register a rule '
+    'for this class with optimizers.OptaxStatePartitionRules.register.'
   )

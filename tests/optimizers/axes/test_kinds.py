@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 import flax.core
-import jax
 from jax.sharding import PartitionSpec as P
 import optax
 import pytest
@@ -21,35 +20,98 @@ class _Counted(NamedTuple):
   momentum: Any
 
 
+_MASK = optax.MaskedNode()
+
+
 @pytest.mark.parametrize(
-  'momentum,kind',
+  'momentum,expected',
   [
-    (SHAPES, 'params'),
-    (each(lambda shape: zeros()), 'per_parameter_scalar'),
-    (each(lambda shape: zeros(1)), 'per_parameter_scalar'),
-    (each(lambda shape: zeros(5, *shape)), 'leading_dims'),
-    (each(lambda shape: [zeros(size) for size in shape]), 'per_dim'),
-    (optax.TraceState(SHAPES), 'nested'),
-    ((optax.EmptyState(), optax.TraceState(SHAPES)), 'nested'),
-    (zeros(), 'scalar'),
-    ({'a': zeros(), 'b': zeros()}, 'scalar'),
-    (zeros(7), 'replicated'),
-    (each(lambda shape: zeros(*shape[:1])), 'replicated'),
-    (None, 'params'),
+    (SHAPES, AXES),
+    (None, None),
+    ({**SHAPES, 'dense': _MASK}, {**AXES, 'dense': _MASK}),
+    (each(lambda shape: zeros()), each(lambda shape: P())),
+    (each(lambda shape: zeros(1)), each(lambda shape: P(None))),
+    (
+      each(lambda shape: zeros(5, *shape)),
+      {'dense': {'kernel': P(None, 'embed', 'mlp'), 'bias': P(None, 'mlp')}, 'scale': P(None)},
+    ),
+    (
+      each(lambda shape: [zeros(size) for size in shape]),
+      {'dense': {'kernel': [P('embed'), P('mlp')], 'bias': [P('mlp')]}, 'scale': []},
+    ),
+    # Parts of parameters: with the first dim, the last one, and with dims of size 1; other parameters are whole.
+    (
+      each(lambda shape: zeros(*shape[:1])),
+      {'dense': {'kernel': P('embed'), 'bias': P('mlp')}, 'scale': P()},
+    ),
+    (
+      each(lambda shape: zeros(*shape[-1:])),
+      {'dense': {'kernel': P('mlp'), 'bias': P('mlp')}, 'scale': P()},
+    ),
+    (
+      each(lambda shape: zeros(*shape[:-1], *[1] * bool(shape))),
+      {'dense': {'kernel': P('embed', None), 'bias': P(None)}, 'scale': P()},
+    ),
+    # States and trees of any class.
+    (optax.TraceState(SHAPES), optax.TraceState(AXES)),
+    ((optax.EmptyState(), [SHAPES, zeros()]), (optax.EmptyState(), [AXES, P()])),
+    (zeros(), P()),
+    ({'a': zeros(), 'b': zeros()}, {'a': P(), 'b': P()}),
+    ({'dense': zeros()}, {'dense': P()}),
   ],
 )
-def test_the_call_that_the_error_shows_has_kinds_that_fit(rules, momentum, kind):
-  state = _Counted(zeros(), momentum)
-  with pytest.raises(ConfigError) as error:
-    derive(state, AXES, SHAPES)
-  assert f"register(_Counted, count='scalar', momentum={kind!r})" in str(error.value)
-  assert ("have a copy of ['momentum']" in str(error.value)) == (kind == 'replicated')
-  rules.register(_Counted, count='scalar', momentum=kind)
-  axes = derive(state, AXES, SHAPES)
-  assert jax.tree.structure(axes) == jax.tree.structure(state)
-  assert [len(spec) for spec in jax.tree.leaves(axes)] == [
-    leaf.ndim for leaf in jax.tree.leaves(state)
-  ]
+def test_shapes_tell_the_axes(momentum, expected):
+  assert derive(_Counted(zeros(), momentum), AXES, SHAPES) == _Counted(P(), expected)
+
+
+@pytest.mark.parametrize(
+  'value,message',
+  [
+    (
+      zeros(7),
+      r'_Counted.momentum do not follow from its shape \(7,\): no parameter has its place',
+    ),
+    (each(lambda shape: zeros(3)), r'momentum/dense/bias .*\(3,\).*parameter \(6,\)'),
+    (each(lambda shape: zeros(*shape, 3)), r'momentum/dense/bias .*\(6, 3\).*parameter \(6,\)'),
+    ({'dense': {'kernel': zeros(4, 6)}}, r'momentum/dense/kernel .* no parameter has its place'),
+    ((SHAPES, {'table': zeros(8, 8)}), r'momentum/1/table .*\(8, 8\)'),
+  ],
+)
+def test_an_array_of_another_shape_is_named(value, message):
+  with pytest.raises(ConfigError, match=message):
+    derive(_Counted(zeros(), value), AXES, SHAPES)
+
+
+def test_dims_of_one_size_are_ambiguous_unless_their_names_are_equal(rules):
+  square = {'w': zeros(4, 4)}
+  state = _Counted(zeros(), {'w': zeros(4)})
+  with pytest.raises(ConfigError, match=r'_Counted.momentum/w .*in one way only, a part of'):
+    derive(state, {'w': P('embed', 'mlp')}, square)
+  assert derive(state, {'w': P('embed', 'embed')}, square).momentum == {'w': P('embed')}
+  cube = {'w': zeros(4, 4, 6)}
+  axes = {'w': P('layers', 'embed', 'mlp')}
+  assert derive(_Counted(zeros(), {'w': zeros(4, 4)}), axes, cube).momentum == {
+    'w': P('layers', 'embed')
+  }
+  assert derive(_Counted(zeros(), {'w': zeros(6)}), axes, cube).momentum == {'w': P('mlp')}
+  # The shapes decide; without them the axes of a part are unknown.
+  with pytest.raises(ConfigError, match='it depends on the shapes of the parameters'):
+    derive(_Counted(zeros(), {'w': zeros(6)}), axes)
+  rules.register(_Counted, lambda state, axes: state._replace(count=P(), momentum={'w': P('mlp')}))
+  assert derive(state, {'w': P('embed', 'mlp')}, square).momentum == {'w': P('mlp')}
+
+
+def test_parameters_of_one_array():
+  axes = P('embed', 'mlp')
+  params = zeros(4, 6)
+  state = (_Counted(zeros(), zeros(4, 6)), [zeros(4), zeros(6)], zeros(6))
+  assert derive(state, axes, params) == (
+    _Counted(P(), axes),
+    [P('embed'), P('mlp')],
+    P('mlp'),
+  )
+  # A pair of states or of copies is no list of vectors.
+  assert derive((zeros(4, 6), zeros(4, 6)), axes, params) == (axes, axes)
 
 
 def test_kinds(rules):
@@ -133,8 +195,8 @@ def test_kinds(rules):
       "must have one element .*The kind 'per_parameter_scalar' does not fit",
     ),
     ('scalar', [zeros(3)], r'_Counted.momentum must have a scalar .*got shape \(3,\)'),
-    ('nested', zeros(3), r'an array of shape \(3,\) outside of any state class'),
-    ('nested', {'momentum': SHAPES}, 'outside of any state class'),
+    ('nested', zeros(3), r'_Counted.momentum do not follow from its shape \(3,\)'),
+    ('reduced', each(lambda shape: zeros(3)), "some of the dims .*The kind 'reduced' does not fit"),
   ],
 )
 def test_a_kind_that_does_not_fit_is_rejected(rules, kind, value, message):
