@@ -13,9 +13,30 @@ MUTANTS = (
   Mutant(
     'a_constructor_that_passes_its_own_value_gets_two',
     't5x_lite/configuration/inheritance.py',
-    'if not has_others or parameter in _words',
-    'if not has_others or parameter in set() and _words',
+    'if parameter in _words(',
+    'if parameter in set() and parameter in _words(',
     'tests/configuration/test_inheritance.py::test_accepted_parameters',
+  ),
+  Mutant(
+    'a_constructor_that_reads_a_keyword_argument_does_not_get_it',
+    't5x_lite/configuration/inheritance.py',
+    "method == 'setdefault' or (",
+    '(',
+    'tests/configuration/test_inheritance.py::test_accepted_parameters',
+  ),
+  Mutant(
+    'bindings_of_methods_do_not_apply_to_subclasses',
+    't5x_lite/configuration/inheritance.py',
+    'if registry[owner].is_method and registry',
+    'if not registry[owner].is_method and registry',
+    'tests/configuration/test_inheritance.py::test_a_subclass_has_the_bindings_of_methods_of_its_base',
+  ),
+  Mutant(
+    'a_class_has_the_bindings_of_another_class_with_the_same_method',
+    't5x_lite/configuration/binding.py',
+    "return gin_check.configurables().get(f'{known.selector}.{found.name}')",
+    'return found',
+    'tests/configuration/test_inheritance.py::test_a_subclass_has_the_bindings_of_methods_of_its_base',
   ),
   Mutant(
     'tensorflow_is_imported_before_triton',
