@@ -2,14 +2,15 @@
 
 gin binds the parameters of one class. Here a subclass that the configuration names gets each parameter that it accepts
 and that is not bound for it from the nearest base class for which it is bound, in the scope of that binding; the same
-for its methods. gin's table holds an `Inherited` value in these places, so that scopes, macros and references apply as
-for other values.
+for its methods. A class that declares `INHERITS_BINDINGS = False` gets none. gin's table holds an `Inherited` value in
+these places, so that scopes, macros and references apply as for other values.
 """
 
 import ast
 from collections.abc import Callable, Collection, Iterator, Mapping
 import dataclasses
 import inspect
+import itertools
 import textwrap
 import types
 from typing import Any
@@ -71,10 +72,18 @@ def inherit(selectors: Collection[str], method_fn: MethodFn) -> list[Missing]:
       dynamic[configurable.wrapped] = configurable.selector
   missing = []
   for cls in dynamic:
-    for base in cls.__mro__[1:]:
+    for base in _bases(cls):
       if base in dynamic:
         missing += _inherit_from(cls, base, dynamic, method_fn)
   return missing
+
+
+def _bases(cls: type) -> Iterator[type]:
+  """Yield the base classes whose bindings apply to a class, the nearest first."""
+  for kind, base in itertools.pairwise(cls.__mro__):
+    if not vars(kind).get('INHERITS_BINDINGS', True):
+      return
+    yield base
 
 
 def _inherit_from(

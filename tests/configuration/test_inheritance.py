@@ -50,6 +50,17 @@ class One(gin_program.Model):
     return super().predict(num_decodes=1)
 
 
+class Apart(Focal):
+  INHERITS_BINDINGS = False
+
+  def __init__(self, width=0, rate=0.2, gamma=3.0):
+    super().__init__(width, rate, gamma=gamma)
+
+
+class OfApart(Apart):
+  pass
+
+
 class Rows(gin_program.DatasetConfig):
   pass
 
@@ -97,6 +108,9 @@ def _load(tmp_path, body, *flags):
       'model',
       {'rate': 0.4, 'gamma': 1.0},
     ),
+    # A class that declares that it gets none, and a subclass of it.
+    ('MODEL = @mine.Apart()\nmine.Focal.gamma = 1.0', 'model', {'width': 0, 'gamma': 3.0}),
+    ('MODEL = @mine.OfApart()\nmine.Apart.gamma = 1.0', 'model', {'width': 0, 'gamma': 1.0}),
     # Its own binding.
     ('MODEL = @mine.Focal()\nmine.Focal.width = 7', 'model', {'width': 7}),
     # Scopes, of references and of macros.

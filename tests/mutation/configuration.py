@@ -25,6 +25,13 @@ MUTANTS = (
     'tests/configuration/test_inheritance.py::test_accepted_parameters',
   ),
   Mutant(
+    'every_class_gets_the_bindings_of_its_base_classes',
+    't5x_lite/configuration/inheritance.py',
+    "if not vars(kind).get('INHERITS_BINDINGS', True):",
+    'if False:',
+    'tests/configuration/test_inheritance.py::test_a_subclass_has_the_bindings_of_its_base',
+  ),
+  Mutant(
     'bindings_of_methods_do_not_apply_to_subclasses',
     't5x_lite/configuration/inheritance.py',
     'if registry[owner].is_method and registry',
