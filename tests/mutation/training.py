@@ -351,8 +351,8 @@ MUTANTS = (
   Mutant(
     'slices_are_normalised_by_themselves',
     't5x_lite/losses.py',
-    'if FACTOR_OF_BATCH in batch:',
-    'if False:',
+    'return batch.get(FACTOR_OF_BATCH, factor), weights',
+    'return factor, weights',
     'tests/test_train_step.py::test_accumulation_equals_the_large_batch[NUM_REAL_TARGET_TOKENS-False-8]',
   ),
   Mutant(
