@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import functools
 import logging
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec
@@ -51,7 +51,13 @@ class MoePjitPartitioner(partitioning.PjitPartitioner):
 
   By default the rules are `standard_logical_axis_rules` for the first form and `head_logical_axis_rules` for the
   second. Devices are read when the mesh is first used.
+
+  Attributes:
+    INHERITS_BINDINGS: False, so that gin bindings of `PjitPartitioner` do not apply: they are rules and mesh of a model
+      without experts. T5X's files for sparse models bind both classes.
   """
+
+  INHERITS_BINDINGS: ClassVar[bool] = False
 
   def __init__(
     self,

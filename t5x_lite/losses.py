@@ -349,8 +349,8 @@ def get_loss_normalizing_factor_and_weights(
     loss_normalizing_factor: None, a number, or a special factor (or its name).
     batch: `decoder_target_tokens` <int>[batch, length]; optionally `decoder_loss_weights` <float>[batch, length] and,
       if packed, `decoder_segment_ids` <int>[batch, length]. A micro-batch from `BaseModel.for_microbatches` also has
-      `FACTOR_OF_BATCH`, which is the special factor, and the weights. A batch of an evaluation has `REAL_ROWS`: its
-      padding rows then belong to no factor, and in a batch without weights they get weight 0.
+      `FACTOR_OF_BATCH`, which is the special factor. A batch of an evaluation has `REAL_ROWS`: its padding rows then
+      belong to no factor, and in a batch without weights they get weight 0.
 
   Returns:
     (factor, weights). For None or a number: the same value, and the batch's weights or None. For a special factor: a
@@ -371,15 +371,18 @@ def get_loss_normalizing_factor_and_weights(
       weights = jnp.broadcast_to(is_real[:, None], targets.shape).astype(jnp.float32)
     return loss_normalizing_factor, weights
 
-  if FACTOR_OF_BATCH in batch:
-    return batch[FACTOR_OF_BATCH], weights
+  factor, weights = _SPECIAL_FACTORS[loss_normalizing_factor](
+    token_weights(batch), batch.get('decoder_segment_ids'), is_real
+  )
+  return batch.get(FACTOR_OF_BATCH, factor), weights
+
+
+def token_weights(batch: Batch) -> Array:
+  """Return the loss weights of a batch before any averaging, float32[batch, length]; see above."""
+  weights = batch.get('decoder_loss_weights')
   if weights is None:
     weights = batch['decoder_target_tokens'] > 0
-  weights = jnp.asarray(weights, jnp.float32)
-  factor, weights = _SPECIAL_FACTORS[loss_normalizing_factor](
-    weights, batch.get('decoder_segment_ids'), is_real
-  )
-  return factor, weights
+  return jnp.asarray(weights, jnp.float32)
 
 
 def real_rows(batch: Batch) -> Array:
@@ -438,6 +441,21 @@ _SPECIAL_FACTORS: dict[SpecialLossNormalizingFactor, _FactorFn] = {
   SpecialLossNormalizingFactor.NUM_TOTAL_TARGET_TOKENS: _total_target_tokens,
   SpecialLossNormalizingFactor.AVERAGE_PER_SEQUENCE: _average_per_sequence,
 }
+
+
+@struct.dataclass
+class TokenSums:
+  """Sums over the tokens of a batch with the weights of the batch, for the losses per token.
+
+  Attributes:
+    loss: float32 scalar, the sum of the losses.
+    z_loss: float32 scalar, the part of it that is z-loss.
+    weight: float32 scalar, the sum of the weights.
+  """
+
+  loss: Array
+  z_loss: Array
+  weight: Array
 
 
 @struct.dataclass

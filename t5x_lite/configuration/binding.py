@@ -105,8 +105,14 @@ class Binder:
         self._bind_text(text, ())
 
   def inherit(self) -> None:
-    """Bind parameters of classes as their base classes, after all statements are bound."""
-    self.not_inherited = inheritance.inherit(self._used)
+    """Bind parameters of classes and their methods as those of base classes, after all statements are bound."""
+    names = _Names('inherited bindings', self._main_is_t5x, self._used)
+    contexts = gin_config._PARSE_CONTEXTS  # pylint: disable=protected-access
+    contexts.append(names)
+    try:
+      self.not_inherited = inheritance.inherit(set(self._used), names.method)
+    finally:
+      contexts.pop()
 
   def _bind_text(self, text: gin_syntax.Text, preamble: Sequence[gin_syntax.Import]) -> None:
     names = _Names(text.source, self._main_is_t5x, self._used)
@@ -169,12 +175,14 @@ class Binder:
 
 
 def _forget_methods() -> None:
-  """Remove methods from gin's registry: gin registers no subclass that inherits a method registered before."""
+  """Remove methods from gin's registry, since an earlier configuration has registered them."""
   # pylint: disable=protected-access
   for selector, configurable in list(gin_config._REGISTRY.items()):
     if configurable.is_method and configurable.import_source is not None:
       gin_config._REGISTRY.pop(selector)
-      gin_config._INVERSE_REGISTRY.pop(configurable.wrapped)
+      gin_config._INVERSE_REGISTRY.pop(
+        configurable.wrapped, None
+      )  # of several classes, the same method
 
 
 # Value of `text_with` for a parameter that is not bound.
@@ -305,34 +313,63 @@ class _Names(gin_config.ParseContext):
         place = self._place_by_t5x_name(selector)
     if problem and place is None:
       raise ConfigError(f'{location}: {problem}')
-    try:
-      if place is None:
-        found = find(selector)
-      else:
-        found = self._at(place)
-    except ValueError as error:
-      if 'was registered with a custom module' not in str(error):
-        raise
-      raise ConfigError(
-        f'{location}: gin cannot bind {selector}: it inherits a method that is bound above for another class. Bind '
-        'the method after the files of the model, by the class of the model.'
-      ) from error
+    if place is None:
+      found = find(selector)
+    else:
+      found = self._at(place)
     self._used.add(found.selector)
     module_imports.check_configurable(found.wrapped, selector, str(location))
     return found
 
   def _imported(self, selector: str) -> gin_config.Configurable:
     """Return the configurable of a function or class of an imported module."""
-    found = super().get_configurable(selector)
-    assert found is not None  # `_import_problem` has found it
-    return found
+    names, values = self._resolve_selector(selector)
+    return self._of_class(values) or self._register(names, values)
+
+  @staticmethod
+  def _of_class(values: Sequence[Any]) -> gin_config.Configurable | None:
+    """Return the configurable of an object; of a method, only that of the class by which it is named.
+
+    Args:
+      values: the object after those that have it as an attribute.
+    """
+    found = _configurable_of(values[-1])
+    owner = values[-2] if len(values) > 1 else None
+    if (
+      found is None
+      or not found.is_method
+      or found.import_source is None
+      or not inspect.isclass(owner)
+    ):
+      return found
+    known = _configurable_of(owner)
+    if known is None:
+      return None
+    return gin_check.configurables().get(f'{known.selector}.{found.name}')
+
+  def method(self, cls: type, name: str) -> gin_config.Configurable | None:
+    """Return the configurable of a method of a registered class, registered at its first use.
+
+    Args:
+      cls: class.
+      name: name of the method.
+
+    Returns:
+      The configurable; None if gin cannot bind this attribute of the class, since it is not a method of one.
+    """
+    values = (cls, getattr(cls, name, None))
+    if not inspect.isfunction(values[-1]):
+      return None
+    found = self._of_class(values) or self._register(['', cls.__name__, name], values)
+    self._used.add(found.selector)
+    return found if found.is_method else None
 
   def _at(self, place: t5x_names.Place) -> gin_config.Configurable:
     """Return the configurable of an object of this package; the configuration's text imports its module."""
     location = config_parser.Location(self._source, 0, None, '')
     source = config_parser.ImportStatement(place.module, '.' in place.module, None, location)
     values = _objects(place)
-    found = _configurable_of(values[-1])
+    found = self._of_class(values)
     if found is None:
       self._symbol_source[place.module] = source
       found = self._register([place.module, *place.name.split('.')], values)
@@ -346,21 +383,49 @@ class _Names(gin_config.ParseContext):
     gin would register the class again with the name of this file's import, and references to its other name would give
     the class without the method's bindings.
     """
-    *_, owner, found = attr_values
-    known = gin_config._inverse_lookup(owner) if inspect.isclass(owner) else None  # pylint: disable=protected-access
+    owner = attr_values[-2] if len(attr_values) > 1 else None
+    known = _configurable_of(owner) if inspect.isclass(owner) else None
     if known is None or known.import_source is None:
       try:
-        return super()._register(attr_names, attr_values)
+        return self._register_alone(attr_names, attr_values)
       except ValueError:  # Another file has imported another module by the same name.
         name = attr_names[0]
         with self._source_of(name, self._symbol_source[name]._replace(alias=None)):
-          return super()._register(attr_names, attr_values)
+          return self._register_alone(attr_names, attr_values)
     source, path = known.import_source
     root = [source.bound_name()]
     if not source.is_from and not source.alias:
       root = source.module.split('.')
     with self._source_of(root[0], source):
-      return super()._register([*root, *path.split('.'), attr_names[-1]], attr_values)
+      return self._register_alone([*root, *path.split('.'), attr_names[-1]], attr_values)
+
+  def _register_alone(
+    self, attr_names: Sequence[str], attr_values: Sequence[Any]
+  ) -> gin_config.Configurable:
+    """Register an object; a class has the methods that are bound by its name, and not those of its base classes.
+
+    gin has one configurable for each function, so that it registers no class that inherits a bound method.
+    """
+    cls = attr_values[-1]
+    if not inspect.isclass(cls):
+      return super()._register(attr_names, attr_values)
+    # pylint: disable=protected-access
+    root, *inner, name = attr_names
+    selector = '.'.join([self._symbol_source[root].partial_path(), *inner, name])
+    own = {}
+    for each in gin_check.configurables().values():
+      if each.is_method and each.module == selector:
+        own[each.wrapped] = each
+    others = {}
+    for function, each in list(gin_config._INVERSE_REGISTRY.items()):
+      if each.is_method and each.import_source is not None and each.module != selector:
+        others[function] = gin_config._INVERSE_REGISTRY.pop(function)
+    gin_config._INVERSE_REGISTRY.update(own)
+    try:
+      return super()._register(attr_names, attr_values)
+    finally:
+      for function, each in others.items():
+        gin_config._INVERSE_REGISTRY.setdefault(function, each)
 
   @contextlib.contextmanager
   def _source_of(self, symbol: str, source: config_parser.ImportStatement) -> Iterator[None]:

@@ -1,20 +1,29 @@
 """Bindings of base classes that apply to subclasses, e.g. those of a model file to a subclass of its model.
 
 gin binds the parameters of one class. Here a subclass that the configuration names gets each parameter that it accepts
-and that is not bound for it from the nearest base class for which it is bound, in the scope of that binding. gin's
-table holds an `Inherited` value in these places, so that scopes, macros and references apply as for other values.
+and that is not bound for it from the nearest base class for which it is bound, in the scope of that binding; the same
+for its methods. A class that declares `INHERITS_BINDINGS = False` gets none. gin's table holds an `Inherited` value in
+these places, so that scopes, macros and references apply as for other values.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+import ast
+from collections.abc import Callable, Collection, Iterator, Mapping
 import dataclasses
 import inspect
+import itertools
+import textwrap
 import types
 from typing import Any
 
 import gin
+from gin import config as gin_config
 
 from t5x_lite.configuration import checks
 from t5x_lite.configuration.syntax import Location
+
+# Function of (class, name of a method) that returns the method's configurable; None if it cannot be bound.
+MethodFn = Callable[[type, str], gin_config.Configurable | None]
+_CONSTRUCTOR = '__init__'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +33,12 @@ class Missing:
   Attributes:
     selector: complete selector of the subclass.
     key: key of the binding.
+    by: name of the function that does not accept the parameter, e.g. `mine.FocalModel.__init__`.
   """
 
   selector: str
   key: checks.Key
+  by: str
 
 
 def own_bindings() -> dict[tuple[str, str], dict[str, Any]]:
@@ -40,11 +51,12 @@ def own_bindings() -> dict[tuple[str, str], dict[str, Any]]:
   return table
 
 
-def inherit(selectors: Collection[str]) -> list[Missing]:
-  """Bind the parameters of classes as their base classes; a binding of the class itself has priority in any scope.
+def inherit(selectors: Collection[str], method_fn: MethodFn) -> list[Missing]:
+  """Bind parameters as for base classes; a binding of the class itself has priority in any scope.
 
   Args:
     selectors: complete selectors of the functions and classes that the configuration names.
+    method_fn: function that registers a method of a class.
 
   Returns:
     The bindings of base classes that a subclass does not accept.
@@ -53,44 +65,56 @@ def inherit(selectors: Collection[str]) -> list[Missing]:
   dynamic: dict[type, str] = {}
   for selector in selectors:
     configurable = registry[selector]
+    if configurable.is_method:
+      configurable = registry[configurable.module]
     # gin itself applies bindings of the other classes, those that Python code registers, to their subclasses.
     if inspect.isclass(configurable.wrapped) and configurable.import_source is not None:
-      dynamic[configurable.wrapped] = selector
+      dynamic[configurable.wrapped] = configurable.selector
   missing = []
   for cls in dynamic:
-    for base in cls.__mro__[1:]:
+    for base in _bases(cls):
       if base in dynamic:
-        missing += _inherit_from(cls, base, dynamic)
-        missing += _of_methods(dynamic[cls], dynamic[base])
+        missing += _inherit_from(cls, base, dynamic, method_fn)
   return missing
 
 
-def _of_methods(selector: str, base: str) -> list[Missing]:
-  """Return the bindings of methods of a base class, which gin applies to no other class."""
-  missing = []
-  for (scope, owner), bound in own_bindings().items():
-    if owner.startswith(f'{base}.'):
-      missing += [Missing(selector, (scope, owner, name)) for name in bound]
-  return missing
+def _bases(cls: type) -> Iterator[type]:
+  """Yield the base classes whose bindings apply to a class, the nearest first."""
+  for kind, base in itertools.pairwise(cls.__mro__):
+    if not vars(kind).get('INHERITS_BINDINGS', True):
+      return
+    yield base
 
 
-def _inherit_from(cls: type, base: type, selectors: Mapping[type, str]) -> list[Missing]:
-  """Bind the parameters of a class that are bound for a base class, and return the bindings that do not apply."""
+def _inherit_from(
+  cls: type, base: type, selectors: Mapping[type, str], method_fn: MethodFn
+) -> list[Missing]:
+  """Bind what is bound for a base class and its methods, and return the bindings that do not apply."""
   selector = selectors[cls]
   # With what the class has from nearer base classes, which have priority in any scope, too.
   before = {name: dict(bound) for name, bound in checks.bindings().items()}
+  registry = checks.configurables()
   missing = []
   for (scope, owner), bound in own_bindings().items():
-    if owner != selectors[base]:
+    name = _CONSTRUCTOR
+    target: str | None = selector
+    if registry[owner].is_method and registry[owner].module == selectors[base]:
+      name = registry[owner].name
+      target = f'{selector}.{name}'
+    elif owner != selectors[base]:
       continue
     for parameter in bound:
       key = (scope, owner, parameter)
-      if any(parameter in before.get((outer, selector), {}) for outer in _outer_scopes(scope)):
+      if any(parameter in before.get((outer, target), {}) for outer in _outer_scopes(scope)):
         continue
-      if accepts(cls, base, parameter):
-        gin.bind_parameter((scope, selector, parameter), checks.Inherited(key))
+      kind = rejecting_class(cls, base, parameter, name)
+      if kind is None and name != _CONSTRUCTOR and method_fn(cls, name) is None:
+        kind = cls
+      if kind is None:
+        gin.bind_parameter((scope, target, parameter), checks.Inherited(key))
       else:
-        missing.append(Missing(selector, key))
+        path = f'{kind.__module__}.{kind.__qualname__}.{name}'
+        missing.append(Missing(selector, key, '.'.join(path.split('.')[-3:])))
   return missing
 
 
@@ -101,34 +125,43 @@ def _outer_scopes(scope: str) -> Iterator[str]:
     yield '/'.join(parts[:length])
 
 
-def accepts(cls: type, base: type, parameter: str) -> bool:
-  """Return whether the constructor of `cls` passes a parameter of its base class on.
+def rejecting_class(
+  cls: type, base: type, parameter: str, method: str = _CONSTRUCTOR
+) -> type | None:
+  """Return the class whose method does not pass a parameter on to its base classes, or None if each one does.
 
-  It does if it has the parameter, or if it has `**kwargs` and does not name the parameter: a constructor that names it
-  passes another value to its base class, which would get two.
+  A method passes it on if it has the parameter, or if it has `**kwargs` and either does not name the parameter or reads
+  it there. A method that names it otherwise passes another value to its base class, which would get two.
 
   Args:
     cls: class.
     base: base class, which has the parameter.
     parameter: name of the parameter.
+    method: name of the method that has the parameter.
   """
   for kind in cls.__mro__:
     if kind is base:
-      return True
-    constructor = vars(kind).get('__init__') or vars(kind).get('__new__')
-    if constructor is None:
+      return None
+    found = vars(kind).get(method)
+    if method == _CONSTRUCTOR:
+      found = found or vars(kind).get('__new__')
+    if found is None:
       continue
-    function = inspect.unwrap(getattr(constructor, '__func__', constructor))
+    function = inspect.unwrap(getattr(found, '__func__', found))
     try:
       parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # of a built-in class
-      return False
+    except (TypeError, ValueError):  # of a built-in class, or not a function
+      return kind
     if parameter in parameters:
-      return True
-    has_others = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    if not has_others or parameter in _words(getattr(function, '__code__', None)):
-      return False
-  return False
+      return None
+    others = [each.name for each in parameters.values() if each.kind is each.VAR_KEYWORD]
+    if not others:
+      return kind
+    if parameter in _words(getattr(function, '__code__', None)) and not _reads(
+      function, others[0], parameter
+    ):
+      return kind
+  return cls
 
 
 def _words(code: types.CodeType | None) -> set[str]:
@@ -140,6 +173,56 @@ def _words(code: types.CodeType | None) -> set[str]:
     elif isinstance(constant, tuple):
       words |= {each for each in constant if isinstance(each, str)}
   return words
+
+
+def _reads(function: Any, kwargs: str, parameter: str) -> bool:
+  """Return whether a function uses the value of a parameter in its keyword arguments, e.g. by `setdefault` or `pop`.
+
+  Args:
+    function: the function.
+    kwargs: name of its keyword arguments.
+    parameter: name of the parameter.
+  """
+  try:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+  except (OSError, TypeError, SyntaxError):  # the source does not exist or is a part of a line
+    return False
+  # The value of `kwargs.pop(NAME)` alone in a statement is discarded.
+  discarded = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+
+  def is_kwargs(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Name) and node.id == kwargs
+
+  def is_name(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value == parameter
+
+  def sets_default(node: ast.AST) -> bool:
+    """Return whether a dictionary has the name, to be replaced by the value in `kwargs`."""
+    return isinstance(node, ast.Dict) and any(map(is_name, node.keys))
+
+  for node in ast.walk(tree):
+    match node:
+      case ast.Call(func=ast.Attribute(value=owner, attr=method), args=[name, *_]):
+        is_used = method == 'setdefault' or (method in ('get', 'pop') and id(node) not in discarded)
+        if is_used and is_kwargs(owner) and is_name(name):
+          return True
+      case ast.Subscript(value=owner, slice=name, ctx=ast.Load()):
+        if is_kwargs(owner) and is_name(name):
+          return True
+      case ast.Compare(left=name, ops=[ast.NotIn()], comparators=[owner]):
+        if is_kwargs(owner) and is_name(name):
+          return True
+      case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+        if sets_default(left) and is_kwargs(right):
+          return True
+      case ast.Dict(keys=keys, values=values) if sets_default(node):
+        first = next(i for i, key in enumerate(keys) if is_name(key))
+        if any(
+          key is None and is_kwargs(value)
+          for key, value in zip(keys[first:], values[first:], strict=True)
+        ):
+          return True
+  return False
 
 
 def describe_missing(
@@ -155,12 +238,15 @@ def describe_missing(
     locations: locations of bindings.
   """
   used = {use.configurable.selector: use.configurable for use in uses}
-  lost: dict[str, list[checks.Key]] = {}
+  lost: dict[tuple[str, str], list[checks.Key]] = {}
   for each in missing:
-    if each.selector in used and each.key[1] not in used:
-      lost.setdefault(each.selector, []).append(each.key)
+    owner = checks.configurables()[each.key[1]]
+    # The base class, and not its method: a method is in use wherever the method of a subclass is.
+    base = owner.module if owner.is_method else owner.selector
+    if each.selector in used and base not in used:
+      lost.setdefault((each.selector, each.by), []).append(each.key)
   sentences = []
-  for selector, keys in lost.items():
+  for (selector, by), keys in lost.items():
     name = checks.short_name(used[selector])
     shown = []
     for key in keys:
@@ -169,8 +255,8 @@ def describe_missing(
       prefix = f'{scope}/' if scope else ''
       shown.append(f'{prefix}{base}.{parameter} ({locations.get(key, "set in code")})')
     sentences.append(
-      f'{", ".join(shown)} must be accepted by {name} to apply to it, which has no such parameter or passes '
-      f'another value. To apply it, accept **kwargs in {name}.__init__ and pass them to the base class.'
+      f'{", ".join(shown)} must be accepted by {by} to apply to {name}, which has no such parameter or passes '
+      f'another value. To apply it, add the parameter to {by} and pass its value to the base class.'
     )
   return sentences
 

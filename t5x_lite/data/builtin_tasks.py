@@ -36,6 +36,7 @@ from t5x_lite.data.features import trim
 from t5x_lite.data.interfaces import MetricFn
 from t5x_lite.data.interfaces import identity_postprocess
 from t5x_lite.data.text_ids import as_ids
+from t5x_lite.data.text_ids import earlier_vocabulary
 from t5x_lite.data.text_ids import encode_text
 from t5x_lite.data.text_ids import encode_with_sentinel
 from t5x_lite.data.text_ids import has_sentinel
@@ -90,7 +91,7 @@ class ExampleTable(abc.ABC):
 
   @property
   def earlier(self) -> 'ExampleTable | None':
-    """The table with the ids of earlier versions, whose sentinels in texts had other ids; None if all ids are equal."""
+    """The table with the ids of earlier versions for sentinels and added tokens in texts; None if all are equal."""
     return None
 
   def texts(self, number: int, seed: int = 0) -> dict[str, Any]:
@@ -160,18 +161,26 @@ class StaticExamples(ExampleTable):
 class SpanCorruptionExamples(ExampleTable):
   """Table of segments of documents, with new noise in each epoch."""
 
-  def __init__(self, documents: Sequence[str], vocabulary: Vocabulary, lengths: Mapping[str, int]):
+  def __init__(
+    self,
+    documents: Sequence[str],
+    vocabulary: Vocabulary,
+    lengths: Mapping[str, int],
+    encode_fn: _EncodeFn | None = None,
+  ):
     """Args:
     documents: texts.
     vocabulary: vocabulary of inputs and targets.
     lengths: lengths of 'inputs' and 'targets', which determine the length of a segment.
+    encode_fn: function from a text to ids; by default `encode_text` with the vocabulary.
     """
+    encode = encode_fn or functools.partial(encode_text, vocabulary=vocabulary)
+    self._documents = documents
+    self._is_earlier = encode_fn is not None
     segment_length = span_corruption.check_lengths(
       dict(lengths), NOISE_DENSITY, MEAN_NOISE_SPAN_LENGTH
     )
-    self._segments = span_corruption.segment(
-      [encode_text(text, vocabulary) for text in documents], segment_length
-    )
+    self._segments = span_corruption.segment([encode(text) for text in documents], segment_length)
     longest = max(map(len, self._segments), default=1)
     span_corruption.check_sentinels(vocabulary, longest, NOISE_DENSITY, MEAN_NOISE_SPAN_LENGTH)
     self._vocabulary = vocabulary
@@ -206,6 +215,15 @@ class SpanCorruptionExamples(ExampleTable):
   def fingerprint(self) -> str:
     """See base class."""
     return _hash_arrays(self._segments)
+
+  @functools.cached_property
+  def earlier(self) -> ExampleTable | None:
+    """See base class."""
+    if self._is_earlier:
+      return None
+    vocabulary = earlier_vocabulary(self._vocabulary)
+    table = SpanCorruptionExamples(self._documents, vocabulary, self._lengths, vocabulary.encode)
+    return None if table.fingerprint == self.fingerprint else table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -407,6 +425,7 @@ def text_task(
   encode = functools.partial(
     encode_text, vocabulary=vocabulary, literal_sentinels=literal_sentinels
   )
+  earlier = earlier_vocabulary(vocabulary)
   return _text_task(
     name=name,
     texts_fn=texts_fn,
@@ -414,7 +433,7 @@ def text_task(
     vocabulary=vocabulary,
     metric_fns=metric_fns,
     encode_fns=(encode_inputs_fn or encode, encode),
-    earlier_encode_fns=(encode_inputs_fn or vocabulary.encode, vocabulary.encode),
+    earlier_encode_fns=(encode_inputs_fn or earlier.encode, earlier.encode),
     has_custom_inputs=encode_inputs_fn is not None,
     postprocess_fn=postprocess_fn,
   )
@@ -480,7 +499,8 @@ def _text_task(
       return StaticExamples(make(earlier_encode_fns), texts, end_ids, lengths)
 
     earlier_fn = None
-    if any(has_sentinel(value) for pair in pairs for value in pair):
+    has_added = earlier_vocabulary(vocabulary) is not vocabulary
+    if has_added or any(has_sentinel(value) for pair in pairs for value in pair):
       earlier_fn = make_earlier
     return StaticExamples(make(encode_fns), texts, end_ids, lengths, earlier_fn)
 
@@ -602,8 +622,8 @@ def _cloze_task(
     metric_fns=metric_fns,
     encode_fns=(encode, encode),
     earlier_encode_fns=(
-      functools.partial(encode_with_sentinel, vocabulary=vocabulary),
-      vocabulary.encode,
+      functools.partial(encode_with_sentinel, vocabulary=earlier_vocabulary(vocabulary)),
+      earlier_vocabulary(vocabulary).encode,
     ),
   )
 

@@ -42,6 +42,7 @@ from t5x_lite.data.records import find_files
 from t5x_lite.data.records import parse_json
 from t5x_lite.data.records import parse_record
 from t5x_lite.data.text_ids import as_ids
+from t5x_lite.data.text_ids import earlier_vocabulary
 from t5x_lite.data.text_ids import num_sentinels
 from t5x_lite.data.text_ids import spaces_sentinels
 from t5x_lite.data.vocabularies import Vocabulary
@@ -247,10 +248,15 @@ class FileExamples(ExampleTable):
   def earlier(self) -> 'FileExamples | None':
     """See base class; sentencepiece found sentinels after a space only."""
     vocabularies = [self._vocabularies[feature] for feature in self._lengths]
-    if self._is_earlier or self._literal_sentinels or not any(map(spaces_sentinels, vocabularies)):
+    has_added = any(earlier_vocabulary(each) is not each for each in vocabularies)
+    has_spaces = not self._literal_sentinels and any(map(spaces_sentinels, vocabularies))
+    if self._is_earlier or not (has_added or has_spaces):
       return None
     table = copy.copy(self)
     table._is_earlier = True
+    table._vocabularies = {
+      feature: earlier_vocabulary(each) for feature, each in self._vocabularies.items()
+    }
     vars(table).pop('fingerprint', None)
     return table
 
@@ -304,7 +310,8 @@ class FileExamples(ExampleTable):
       with _located(where, f'the vocabulary of {feature!r}'):
         key = self._keys[feature]
         value = _value(record, key)
-        if self._is_earlier and spaces_sentinels(vocabulary) and isinstance(value, str):
+        is_plain = self._is_earlier and not self._literal_sentinels
+        if is_plain and spaces_sentinels(vocabulary) and isinstance(value, str):
           value = vocabulary.encode(value)
         ids = as_ids(value, vocabulary, repr(key), literal_sentinels=self._literal_sentinels)
       has_eos = len(ids) and ids[-1] == vocabulary.eos_id

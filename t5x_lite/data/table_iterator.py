@@ -225,7 +225,7 @@ def log_earlier_sentinels(name: str) -> None:
     name: name of the task.
   """
   _logger.warning(
-    'Sentinels such as <extra_id_0> in the texts of %r keep the ids of the earlier version of t5x_lite that recorded '
-    'the run, not one id each as in new runs (DatasetConfig.earlier_sentinels).',
+    'Sentinels such as <extra_id_0> and added tokens in the texts of %r keep the ids of the earlier version of '
+    't5x_lite that recorded the run, not one id each as in new runs (DatasetConfig.earlier_sentinels).',
     name,
   )

@@ -97,6 +97,13 @@ def spaces_sentinels(vocabulary: Any) -> bool:
   return kind_of(vocabulary) in ('SentencePieceVocabulary', 'AddedTokensVocabulary')
 
 
+def earlier_vocabulary(vocabulary: Any) -> Any:
+  """Return a vocabulary with the ids of earlier versions, which did not find added tokens in texts."""
+  if isinstance(vocabulary, AddedTokensVocabulary):
+    return vocabulary.base
+  return vocabulary
+
+
 def _has_bytes(vocabulary: Any) -> bool:
   """Return True for a vocabulary of bytes, of t5x_lite or seqio, also with added tokens."""
   if isinstance(vocabulary, AddedTokensVocabulary):

@@ -5,6 +5,7 @@ has the number of each unusable line, which is skipped.
 """
 
 import codecs
+import collections
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
@@ -60,6 +61,8 @@ class TextFileConfig:
     append_eos_to_targets: whether targets end with the end-of-sequence id.
     literal_sentinels: whether `<extra_id_0>` is encoded like any other text, as in a task with this option.
     name: name of the result files; by default the file's name without its suffix.
+    finds_added_tokens: whether tokens that were added to a tokenizer of Hugging Face have one id each in texts; False
+      for runs of earlier versions, as `infer` sets it.
     task_keys: 'inputs' and 'targets' to the keys of the task with which the model was trained; the command `infer` sets
       them for a run with a `file_task`.
   """
@@ -74,6 +77,7 @@ class TextFileConfig:
   append_eos_to_targets: bool = True
   name: str | None = None
   literal_sentinels: bool = False
+  finds_added_tokens: bool = True
   task_keys: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self) -> None:
@@ -159,10 +163,16 @@ class TextSource(ConvertedSource):
     converter.check(cfg.task_feature_lengths, list(vocabularies), 'the text file')
     super().__init__(converter, cfg.task_feature_lengths)
     self._cfg = cfg
+    if not cfg.finds_added_tokens:
+      vocabularies = {
+        name: text_ids.earlier_vocabulary(each) for name, each in vocabularies.items()
+      }
     self._vocabularies = {name: vocabularies[name] for name in cfg.task_feature_lengths}
     self._keys = {feature: cfg.keys_of(feature) for feature in vocabularies}
-    # Keys that usable lines have, by feature.
-    self._used_keys: dict[str, set[str]] = {feature: set() for feature in vocabularies}
+    # Numbers of usable lines by key, by feature.
+    self._used_keys: dict[str, collections.Counter[str]] = {
+      feature: collections.Counter() for feature in vocabularies
+    }
     if 'inputs' not in self._vocabularies:  # the model has only targets
       self._required = ('targets',)
       self._line_feature = 'targets'
@@ -287,6 +297,20 @@ class TextSource(ConvertedSource):
         len(skipped) - _MAX_NAMED,
         skipped[-1][0],
       )
+    for feature, used in self._used_keys.items():
+      own = [key for key in self._cfg.task_keys.get(feature, ()) if key != feature]
+      if used[feature] and any(used[key] for key in own):
+        _logger.warning(
+          '%s: %s of %s lines have %r instead of %s, the key of the task of the run. To skip them, set '
+          'TextFileConfig.%s_key=%r.',
+          where,
+          f'{used[feature]:,}',
+          f'{count:,}',
+          feature,
+          ' or '.join(map(repr, own)),
+          feature,
+          own[0],
+        )
     return count, len(skipped), digest.hexdigest()
 
   def _parse(self, number: int, line: bytes) -> tuple[_Line | None, str | None]:
@@ -333,7 +357,7 @@ class TextSource(ConvertedSource):
         labels[feature] = found[key]
       used[feature] = key
     for feature, key in used.items():
-      self._used_keys[feature].add(key)
+      self._used_keys[feature][key] += 1
     others = {}
     for key, value in found.items():
       # The ids of a feature have its name.

@@ -49,9 +49,16 @@ _USER_DEFINED = 4
 _BYTE = 6
 _BYTE_PIECE = re.compile(r'<0x[0-9A-F]{2}>')
 
+# Part of messages: added tokens were not read in earlier versions, with which a model may have been trained.
+_NO_ADDED_TOKENS = 'hugging_face_vocabulary.added_tokens=False to encode them like other texts, as earlier versions did'
+
 
 def hugging_face_vocabulary(
-  folder: str, *, extra_ids: int | None = None, library: str = 't5x_lite'
+  folder: str,
+  *,
+  extra_ids: int | None = None,
+  library: str = 't5x_lite',
+  added_tokens: bool = True,
 ) -> Any:
   """Return the vocabulary of a Hugging Face folder, with the sentinels of its family.
 
@@ -60,6 +67,8 @@ def hugging_face_vocabulary(
     extra_ids: number of sentinels after the model's pieces; None for the number in the folder's files, or the default
       of the family (T5, Flan-T5 and Switch 100, umT5 300, ByT5 125, mT5 0, whose pieces include them).
     library: 't5x_lite', or 'seqio' for a vocabulary of seqio with the same ids.
+    added_tokens: whether tokens that were added to the tokenizer have one id each, as in transformers. False gives the
+      ids of earlier versions, which encoded them like other texts.
 
   Returns:
     A `SentencePieceVocabulary` or a `ByteVocabulary`, of t5x_lite or of seqio; with tokens that were added to the
@@ -85,13 +94,33 @@ def hugging_face_vocabulary(
     ),
   )
   config = _read_json(root / 'config.json')
-  vocabulary = _with_added_tokens(root, _make(root, config, extra_ids))
+  vocabulary = _make(root, config, extra_ids)
+  if added_tokens:
+    vocabulary = _with_added_tokens(root, vocabulary)
   num_rows = config.get('vocab_size')
+  is_added = isinstance(vocabulary, AddedTokensVocabulary)
+  if (
+    is_added
+    and isinstance(num_rows, int)
+    and vocabulary.base.vocab_size <= num_rows < vocabulary.vocab_size
+  ):
+    raise ConfigError(
+      f'The added tokens of {os.fspath(folder)!r} must have ids below vocab_size={num_rows} (config.json), got '
+      f"{vocabulary.vocab_size - 1}. Copy the model's tokenizer to the folder, or set {_NO_ADDED_TOKENS}."
+    )
   if isinstance(num_rows, int) and vocabulary.vocab_size > num_rows:
     raise ConfigError(
       f'The vocabulary of {os.fspath(folder)!r} must have at most vocab_size={num_rows} ids (config.json), got '
       f'{vocabulary.vocab_size}, {vocabulary.extra_ids} of them sentinels. Set hugging_face_vocabulary.extra_ids, or '
       "copy the model's tokenizer to the folder."
+    )
+  if library == 'seqio' and is_added:
+    raise checks.invalid(
+      'hugging_face_vocabulary',
+      'library',
+      f"'t5x_lite' for the added tokens of {os.fspath(folder)!r}",
+      library,
+      f'Set library to it, or set {_NO_ADDED_TOKENS}.',
     )
   if library == 'seqio':
     from t5x_lite.data import seqio_examples  # only this branch needs TensorFlow
@@ -156,7 +185,8 @@ def _with_added_tokens(root: files.Path, base: Vocabulary) -> Vocabulary:
       raise ConfigError(
         f'The added token {content!r} of {str(root)!r} must not have the id of a sentinel, got {token.id}, that of '
         f'{piece.removeprefix(_SPACE)} in a vocabulary with {base.extra_ids} extra_ids. Set '
-        'hugging_face_vocabulary.extra_ids to the number of sentinels that the model was trained with.'
+        'hugging_face_vocabulary.extra_ids to the number of sentinels that the model was trained with, or set '
+        f'{_NO_ADDED_TOKENS}.'
       )
     tokens.append(token)
   if not tokens:

@@ -445,7 +445,6 @@ class BaseTransformerModel(BaseModel):
       fixed[_AUXILIARY_WEIGHT] = self._auxiliary_weight(batch, weights, factor)
     if isinstance(self._loss_normalizing_factor, losses.SpecialLossNormalizingFactor):
       fixed[losses.FACTOR_OF_BATCH] = factor
-      batch = {**batch, 'decoder_loss_weights': weights}
     return model, batch, fixed
 
   def loss_fn(self, params, batch, dropout_rng, flax_mutables=None):
@@ -494,7 +493,13 @@ class BaseTransformerModel(BaseModel):
       normalized = normalized.of_microbatch(share, factor)
     z_loss = normalized.with_value(jax.lax.stop_gradient(z_loss))
     metrics = batch_metrics.metrics_of_batch(
-      is_correct, targets, weights, normalized, z_loss, batch_metrics.segment_ids_of(batch)
+      is_correct,
+      targets,
+      weights,
+      normalized,
+      z_loss,
+      batch_metrics.segment_ids_of(batch),
+      self._token_sums(outputs, batch, weights),
     )
     auxiliary_loss, auxiliary_metrics = self.auxiliary_losses(
       collections.get('intermediates', {}), batch
@@ -511,6 +516,27 @@ class BaseTransformerModel(BaseModel):
       loss_metric = normalized.weighted_average().add_terms(terms.scale(auxiliary_weight))
     metrics |= {'loss': loss_metric, **auxiliary_metrics}
     return loss, self._custom_metrics.add_to(metrics, outputs, batch), collections
+
+  def _token_sums(
+    self, outputs: token_losses.Outputs, batch: Batch, weights: Array | None
+  ) -> losses.TokenSums | None:
+    """Return the sums over the tokens if the loss has other weights than the tokens, or None.
+
+    Args:
+      outputs: see `weighted_loss`.
+      batch: arrays [batch, ...] by name.
+      weights: <float>[batch, length] weights of the loss.
+    """
+    average = losses.SpecialLossNormalizingFactor.AVERAGE_PER_SEQUENCE
+    if weights is None or self._loss_normalizing_factor is not average:
+      return None
+    # Padding that has weights in the batch has none in the average.
+    of_tokens = jnp.where(weights != 0, losses.token_weights(batch), 0.0)
+    # Outputs without gradients, so that chunks of a loss compute no gradients for a metric.
+    loss, z_loss, _ = self.weighted_loss(
+      jax.lax.stop_gradient(outputs), batch['decoder_target_tokens'], of_tokens, None
+    )
+    return losses.TokenSums(loss, z_loss, jnp.sum(of_tokens))
 
   def _counts_rows_without_weights(self) -> bool:
     """Return whether the normalizing factor includes real rows whose loss weights are all 0."""

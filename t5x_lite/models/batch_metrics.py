@@ -186,6 +186,7 @@ def metrics_of_batch(
   loss: Array | losses.NormalizedLoss,
   z_loss: Array | losses.NormalizedLoss | None = None,
   segment_ids: Mapping[str, Array] | None = None,
+  token_sums: losses.TokenSums | None = None,
 ) -> MetricsMap:
   """Compute the metrics of one batch, with T5X's names.
 
@@ -203,6 +204,7 @@ def metrics_of_batch(
     loss: the batch's loss; a float32 scalar is a sum, or a loss of unknown factor, and its mean is per batch.
     z_loss: z-loss contained in `loss`, with the same factor; or None.
     segment_ids: <int>[batch, length of the feature] by feature, 0 at padding.
+    token_sums: sums for `*_per_*` where `mask` has other weights than the tokens; by default, those of the losses.
 
   Returns:
     Metrics by name.
@@ -210,6 +212,8 @@ def metrics_of_batch(
   if mask is None:
     mask = jnp.ones(targets.shape, jnp.float32)
   loss = _normalized(loss, mask)
+  if z_loss is not None:
+    z_loss = _normalized(z_loss, mask)
   # Positions of the rows that are not padding, so that it does not matter how a batch is filled up.
   is_real = losses.real_rows({'targets': targets, 'mask': mask, **(segment_ids or {})})
   num_real_targets = jnp.sum(is_real, dtype=jnp.float32) * targets.shape[1]
@@ -218,6 +222,9 @@ def metrics_of_batch(
   num_target_tokens = float(targets.size)
   num_devices = jax.device_count()
   mask_sum = jnp.sum(mask, dtype=jnp.float32)
+  if token_sums is None:
+    of_z = jnp.zeros([], jnp.float32) if z_loss is None else z_loss.total
+    token_sums = losses.TokenSums(loss.total, of_z, mask_sum)
   is_counted = mask != 0
   num_correct = jnp.sum(is_correct & is_counted, dtype=jnp.float32)
 
@@ -229,8 +236,8 @@ def metrics_of_batch(
   metrics = {
     'accuracy': accuracy(total=num_correct, count=num_counted),
     'loss': loss.average(),
-    'loss_per_nonpadding_target_token': average(total=loss.total, count=mask_sum),
-    'loss_per_all_target_tokens': average(total=loss.total, count=num_real_targets),
+    'loss_per_nonpadding_target_token': average(total=token_sums.loss, count=token_sums.weight),
+    'loss_per_all_target_tokens': average(total=token_sums.loss, count=num_real_targets),
     'timing/seqs_per_second': rate(numerator=num_seqs),
     'timing/steps_per_second': metrics_lib.StepsPerTime.from_model_output(),
     'timing/seconds': metrics_lib.Time(),
@@ -241,14 +248,13 @@ def metrics_of_batch(
     'non_padding_fraction/loss_weights': average(total=mask_sum, count=num_target_tokens),
   }
   if z_loss is not None:
-    z_loss = _normalized(z_loss, mask)
     cross_entropy = loss.with_value(loss.value - z_loss.value)
     metrics |= {
       'z_loss': z_loss.average(),
-      'z_loss_per_all_target_tokens': average(total=z_loss.total, count=num_real_targets),
+      'z_loss_per_all_target_tokens': average(total=token_sums.z_loss, count=num_real_targets),
       'cross_ent_loss': cross_entropy.average(),
       'cross_ent_loss_per_all_target_tokens': average(
-        total=cross_entropy.total, count=num_real_targets
+        total=token_sums.loss - token_sums.z_loss, count=num_real_targets
       ),
     }
 

@@ -75,11 +75,23 @@ class SearchedProgram:
       if _has_bad(jax.tree.leaves(results), tests_nan, tests_inf):
         search = _Search(tests_nan, tests_inf)
         leaves = jax.tree.leaves(args)
-        flags = jax.jit(functools.partial(search.run, self._traced.jaxpr))(*leaves)
+        evaluate = jax.jit(
+          functools.partial(search.run, self._traced.jaxpr), out_shardings=_replicated(leaves)
+        )
+        flags = evaluate(*leaves)
         found = search.culprit(jax.device_get(flags))
         if found is not None:
           raise NonFiniteMetricError(_message(self._traced.fun_name, found, tests_nan))
     return results
+
+
+def _replicated(arguments: list[Any]) -> jax.sharding.Sharding | None:
+  """Return the sharding of flags that every process can read, or None for arguments without a mesh."""
+  for argument in arguments:
+    sharding = getattr(argument, 'sharding', None)
+    if isinstance(sharding, jax.sharding.NamedSharding):
+      return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+  return None
 
 
 def _message(name: str, found: 'Operation', tests_nan: bool) -> str:

@@ -58,6 +58,7 @@ EXPECTED = {
   'train/data.DatasetConfig.seed': 'RANDOM_SEED instead of the clock',
   '(train_script.train|precompile_script.precompile).random_seed': '0 instead of the clock',
   'train_script.train.inference_evaluator_cls': "T5X's default, if infer_eval_dataset_cfg is set",
+  'seqio.Evaluator.logger_cls': 'T5X has no loggers where no file sets them, and results would not be written',
   'partitioning.PjitPartitioner.backend': 'the devices of the machine',
   '(train|train_eval|infer_eval)/data.DatasetConfig.use_cached': 'tasks without a cache work',
   '(trainer.Trainer|moe.MoeTrainer).non_finite_policy': "with the action 'stop', the default",

@@ -201,32 +201,6 @@ moe_models.MoeEncoderDecoderModel.predict_batch_with_aux.num_decodes = 7
   }
 
 
-def test_a_method_that_is_bound_for_another_class_is_an_error_with_its_line(tmp_path, monkeypatch):
-  (tmp_path / 'base_and_subclass.py').write_text("""
-class Base:
-  def __init__(self, size=1):
-    self.size = size
-
-  def decode(self, num_decodes=1):
-    return num_decodes
-
-
-class Subclass(Base):
-  pass
-""")
-  monkeypatch.syspath_prepend(tmp_path)
-  with pytest.raises(
-    errors.ConfigError, match='mine.gin:7: gin cannot bind base_and_subclass.Base: it'
-  ):
-    _load(
-      tmp_path,
-      'import base_and_subclass',
-      """
-base_and_subclass.Subclass.decode.num_decodes = 7
-base_and_subclass.Base.size = 7""",
-    )
-
-
 def test_settings_without_effect_are_logged(tmp_path, monkeypatch, caplog):
   monkeypatch.syspath_prepend(tmp_path)
   (tmp_path / 'own_function_of_gin.py').write_text(
@@ -286,3 +260,23 @@ include 't5x/configs/runs/finetune.gin'
     configuration.call(model_dir=str(tmp_path / 'run'), dry_run=True)
   message = str(caught.value)
   assert message.startswith(problem) and f'{tmp_path / "mine.gin"}:10)' in message, message
+
+
+def test_rules_of_models_without_experts_do_not_apply_to_those_with_experts(tmp_path):
+  """T5X's files bind `PjitPartitioner` in the run file of all models and `MoePjitPartitioner` in those of experts."""
+  body = """
+from t5x.contrib.moe import partitioning as moe_partitioning
+import __main__ as train_script
+include 'models/tokens_choose_tiny.gin'
+include 't5x/configs/runs/pretrain.gin'
+partitioning.PjitPartitioner:
+  backend = 'tpu'
+  logical_axis_rules = @partitioning.standard_logical_axis_rules()
+train_script.train.partitioner = @moe_partitioning.MoePjitPartitioner()
+moe_partitioning.MoePjitPartitioner:
+  num_expert_partitions = 4
+  num_partitions = 1
+"""
+  configuration = _load(tmp_path, 'from t5x import partitioning', body)
+  partitioner = configuration.argument('partitioner')
+  assert dict(partitioner.logical_axis_rules)['expert'] == 'expert'

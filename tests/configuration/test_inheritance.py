@@ -35,6 +35,32 @@ class Own(gin_program.Model):
     super().__init__(*args, rate=0.7, **kwargs)
 
 
+class Decodes(gin_program.Model):
+  def predict(self, num_decodes=2, scale=10):
+    return scale * super().predict(num_decodes)
+
+
+class Passes(Decodes):
+  def predict(self, **kwargs):
+    return super().predict(**kwargs)
+
+
+class One(gin_program.Model):
+  def predict(self):
+    return super().predict(num_decodes=1)
+
+
+class Apart(Focal):
+  INHERITS_BINDINGS = False
+
+  def __init__(self, width=0, rate=0.2, gamma=3.0):
+    super().__init__(width, rate, gamma=gamma)
+
+
+class OfApart(Apart):
+  pass
+
+
 class Rows(gin_program.DatasetConfig):
   pass
 
@@ -82,6 +108,9 @@ def _load(tmp_path, body, *flags):
       'model',
       {'rate': 0.4, 'gamma': 1.0},
     ),
+    # A class that declares that it gets none, and a subclass of it.
+    ('MODEL = @mine.Apart()\nmine.Focal.gamma = 1.0', 'model', {'width': 0, 'gamma': 3.0}),
+    ('MODEL = @mine.OfApart()\nmine.Apart.gamma = 1.0', 'model', {'width': 0, 'gamma': 1.0}),
     # Its own binding.
     ('MODEL = @mine.Focal()\nmine.Focal.width = 7', 'model', {'width': 7}),
     # Scopes, of references and of macros.
@@ -129,9 +158,54 @@ def test_a_warning_names_the_bindings_that_do_not_apply(tmp_path, caplog, cls, v
   assert warning.replace('gin_program', 'models').startswith(f'{lost[cls]} must be accepted by')
 
 
-def test_a_method_of_the_base_is_warned_of(tmp_path, caplog):
-  _load(tmp_path, 'MODEL = @mine.Focal()\nmodels.Model.predict.num_decodes = 4\n')
-  assert 'Model.predict.num_decodes (mine.gin:7)' in caplog.text
+_METHOD = 'models.Model.predict.num_decodes = 4\n'
+
+
+@pytest.mark.parametrize(
+  'body, expected',
+  [
+    (_METHOD + 'MODEL = @mine.Focal()', 4),
+    ('MODEL = @mine.Focal()\n' + _METHOD, 4),
+    (_METHOD + 'MODEL = @mine.Deep()', 4),
+    ('MODEL = @models.Model()\n' + _METHOD, 4),
+    # Bindings of one class do not change another one with the same method.
+    (_METHOD + 'MODEL = @mine.Focal()\nmine.Focal.predict.num_decodes = 3', 3),
+    ('mine.Focal.predict.num_decodes = 3\nMODEL = @mine.Focal()\n' + _METHOD, 3),
+    ('mine.Focal.predict.num_decodes = 3\n' + _METHOD + 'MODEL = @models.Model()', 4),
+    ('mine.Focal.predict.num_decodes = 3\n' + _METHOD + 'MODEL = @mine.Deep()', 3),
+    ('mine.Focal.predict.num_decodes = 3\nMODEL = @models.Model()', 1),
+    # Overridden methods with the parameter, or with other keyword arguments.
+    (_METHOD + 'MODEL = @mine.Decodes()', 40),
+    (_METHOD + 'MODEL = @mine.Decodes()\nmine.Decodes.predict.scale = 100', 400),
+    (_METHOD + 'MODEL = @mine.Passes()', 40),
+    (_METHOD + 'MODEL = @mine.Passes()\nmine.Decodes.predict.scale = 100', 400),
+    # Macros, read when the method is called.
+    ('models.Model.predict.num_decodes = %WIDTH\nWIDTH = 6\nMODEL = @mine.Focal()', 6),
+  ],
+)
+def test_a_subclass_has_the_bindings_of_methods_of_its_base(tmp_path, caplog, body, expected):
+  configuration = _load(tmp_path, body)
+  model = configuration.argument('model')
+  assert model.predict() == expected
+  assert 'to apply to' not in caplog.text
+  assert type(model).__name__ in ('Model', 'Focal', 'Deep', 'Decodes', 'Passes')
+
+
+def test_a_flag_of_a_method_of_the_base_has_an_effect(tmp_path):
+  configuration = _load(tmp_path, 'MODEL = @mine.Focal()', 'models.Model.predict.num_decodes=5')
+  assert configuration.argument('model').predict() == 5
+  (tmp_path / 'config.gin').write_text(configuration.text)
+  again = cases.load(files=('config.gin',), defaults=())
+  assert again.argument('model').predict() == 5 and again.text == configuration.text
+
+
+def test_a_method_that_does_not_accept_the_parameter_is_warned_of(tmp_path, caplog):
+  assert _load(tmp_path, _METHOD + 'MODEL = @mine.One()').argument('model').predict() == 1
+  (warning,) = [each for each in caplog.messages if 'to apply to' in each]
+  assert 'Model.predict.num_decodes (mine.gin:6) must be accepted by' in warning
+  assert 'inherited_classes.One.predict to apply to mine.One' in warning.replace(
+    'gin_program', 'models'
+  )
 
 
 def test_inherited_bindings_are_logged(tmp_path, caplog):
@@ -165,6 +239,32 @@ class _PassesItsOwn(_Base):
     super().__init__(rate=3, **kwargs)
 
 
+class _Reads(_Base):
+  def __init__(self, **kwargs):
+    kwargs.setdefault('width', 3)
+    rate = kwargs.pop('rate', 1)
+    super().__init__(rate=2 * rate, **kwargs)
+
+
+class _Merges(_Base):
+  def __init__(self, **kwargs):
+    if 'width' not in kwargs:
+      kwargs['width'] = 3
+    super().__init__(**{'rate': 3, **kwargs})
+
+
+class _Joins(_Base):
+  def __init__(self, **options):
+    super().__init__(**({'rate': options.get('rate')} | options | {'width': 3}))
+
+
+class _Replaces(_Base):
+  def __init__(self, **kwargs):
+    kwargs.pop('width', None)
+    kwargs['rate'] = 3
+    super().__init__(width=1, **kwargs)
+
+
 class _Renames(_Passes):
   def __init__(self, width):
     super().__init__(width=width)
@@ -181,10 +281,22 @@ class _Fields(_Base):
     (_Passes, {'width', 'rate'}),
     (_PassesItsOwn, {'width'}),
     (_Renames, {'width'}),
+    (_Reads, {'width', 'rate'}),
+    (_Merges, {'width', 'rate'}),
+    (_Joins, {'rate'}),
+    (_Replaces, set()),
     (_Fields, {'rate'}),
     (type('Plain', (_PassesItsOwn,), {}), {'width'}),
   ],
 )
 def test_accepted_parameters(cls, accepted):
-  found = {name for name in ('width', 'rate') if inheritance.accepts(cls, _Base, name)}
+  found = set()
+  for name in ('width', 'rate'):
+    if inheritance.rejecting_class(cls, _Base, name) is None:
+      found.add(name)
   assert found == accepted
+
+
+def test_a_base_class_that_replaces_a_parameter_is_named():
+  plain = type('Plain', (_PassesItsOwn,), {})
+  assert inheritance.rejecting_class(plain, _Base, 'rate') is _PassesItsOwn

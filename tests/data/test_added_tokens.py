@@ -1,13 +1,18 @@
 """Added tokens: the ids and texts of transformers, whose rules the expected parts state."""
 
 import copy
+import json
 
+import numpy as np
 import pytest
 
 from t5x_lite import data
+from t5x_lite.data import builtin_tasks
+from t5x_lite.data import table_iterator
 from t5x_lite.data import text_ids
 from t5x_lite.data.added_tokens import AddedToken
 from t5x_lite.data.added_tokens import AddedTokensVocabulary
+from tests.data import builtin_cases as cases
 from tests.data.test_text_ids import train_model
 
 
@@ -95,3 +100,54 @@ def test_equality(vocabulary):
   assert vocabulary == AddedTokensVocabulary(vocabulary.base, tokens)
   assert not data.same_vocabulary(vocabulary, AddedTokensVocabulary(vocabulary.base, tokens[1:]))
   assert not data.same_vocabulary(vocabulary, vocabulary.base)
+
+
+def _added_task(kind, vocabulary, tmp_path):
+  texts = [(f'the <sep> {i}', f'{i}<sep>') for i in range(9)]
+  if kind == 'text_task':
+    return data.text_task(
+      name='t', texts_fn=lambda split: texts, splits=('train',), vocabulary=vocabulary
+    )
+  path = tmp_path / 'a.jsonl'
+  rows = [json.dumps({'inputs': first, 'targets': second}) for first, second in texts]
+  path.write_text('\n'.join(rows))
+  return data.file_task(
+    name='t', splits={'train': str(path)}, format='jsonl', vocabulary=vocabulary
+  )
+
+
+@pytest.mark.parametrize('kind', ['text_task', 'file_task'])
+@pytest.mark.parametrize('is_bytes', [False, True])
+def test_a_recorded_run_keeps_its_ids(tmp_path, vocabulary, caplog, kind, is_bytes):
+  """Earlier versions encoded added tokens like other texts, so that their runs had the base vocabulary."""
+  if is_bytes:
+    vocabulary = AddedTokensVocabulary(data.ByteVocabulary(125), _tokens(384))
+  table_iterator.log_earlier_sentinels.cache_clear()
+  before = cases.open(cases.make_cfg(_added_task(kind, vocabulary.base, tmp_path), batch_size=4))
+  cases.take(before, 3)
+  state = before.get_state()
+  task = _added_task(kind, vocabulary, tmp_path)
+  new = cases.open(cases.make_cfg(task, batch_size=4))
+  assert vocabulary.base.vocab_size in next(new)['encoder_input_tokens']
+  # By the position, and by the record of the run, which has no `earlier_sentinels`.
+  new.set_state(state)
+  again = cases.open(cases.make_cfg(task, batch_size=4, earlier_sentinels=True))
+  again.set_state(state)
+  expected = next(before)
+  cases.assert_equal(next(new), expected)
+  cases.assert_equal(next(again), expected)
+  assert caplog.text.count('keep the ids of the earlier version') == 1
+
+
+def test_documents_of_a_recorded_run_keep_their_ids(vocabulary):
+  lengths = {'inputs': 20, 'targets': 10}
+  documents = ['the fox <sep> and the dog ' * 9]
+  table = builtin_tasks.SpanCorruptionExamples(documents, vocabulary, lengths)
+  before = builtin_tasks.SpanCorruptionExamples(documents, vocabulary.base, lengths)
+  assert table.earlier.fingerprint == before.fingerprint != table.fingerprint
+  assert table.earlier.earlier is None and before.earlier is None
+  numbers = np.arange(3)
+  for found, expected in zip(
+    table.earlier.examples(5, numbers), before.examples(5, numbers), strict=True
+  ):
+    cases.assert_equal(found, expected)

@@ -137,7 +137,7 @@ def test_columns_named_like_features_are_not_texts_of_other_keys(tmp_path):
   assert example.fields['inputs'].tolist() == [100, 1] and example.fields['targets'].size == 0
 
 
-def test_keys_of_the_task_come_before_the_usual_ones(tmp_path):
+def test_keys_of_the_task_come_before_the_usual_ones(tmp_path, caplog):
   rows = [
     {'words': 'a', 'digits': 1, 'inputs': 'not this'},
     {'inputs': 'b', 'targets': 'c'},
@@ -148,6 +148,12 @@ def test_keys_of_the_task_come_before_the_usual_ones(tmp_path):
   task_keys = {'inputs': ('words',), 'targets': ('digits',)}
   source = _open(path, task_keys=task_keys)
   assert _inputs(source) == ['a', 'b'] and source.num_skipped == 2
+  (warning,) = [each for each in caplog.messages if "lines have 'inputs' instead of" in each]
+  assert "1 of 2 lines have 'inputs' instead of 'words'" in warning
+  assert "set TextFileConfig.inputs_key='words'" in warning
+  caplog.clear()
+  assert _inputs(_open(path, task_keys=task_keys, inputs_key='words')) == ['a']
+  assert not [each for each in caplog.messages if "lines have 'inputs'" in each]
   assert source.identity['keys'] == {
     'inputs': ['inputs', 'words'],
     'targets': ['digits', 'targets'],

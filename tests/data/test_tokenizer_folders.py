@@ -332,6 +332,36 @@ def test_added_tokens(tmp_path, model_file, files, expected):
   assert data.vocabularies.sentinel_id(vocabulary) == base.vocab_size - 1
 
 
+@pytest.mark.parametrize(
+  'files, options, message',
+  [
+    (
+      {'config': {'vocab_size': 208}, 'added_tokens': {'<sep>': 208}},
+      {},
+      'must have ids below vocab_size=208 .*, got 208',
+    ),
+    ({'added_tokens': {'<sep>': 203}}, {}, 'must not have the id of a sentinel, got 203'),
+    (
+      {'added_tokens': {'<sep>': 208}},
+      {'library': 'seqio'},
+      "must be 't5x_lite' for the added tokens of .*, got 'seqio'",
+    ),
+  ],
+)
+def test_the_option_of_a_message_encodes_added_tokens_as_before(
+  tmp_path, model_file, files, options, message
+):
+  if options:
+    pytest.importorskip('seqio')
+  folder = _folder(tmp_path / 'x', model_file, tokenizer_config={'extra_ids': 7}, **files)
+  with pytest.raises(ConfigError, match=f'{message}.*hugging_face_vocabulary.added_tokens=False'):
+    tokenizer_folders.hugging_face_vocabulary(folder, **options)
+  vocabulary = tokenizer_folders.hugging_face_vocabulary(folder, added_tokens=False, **options)
+  before = data.SentencePieceVocabulary(f'{folder}/spiece.model', 7)
+  assert list(vocabulary.encode('a <sep>b')) == before.encode('a <sep>b')
+  assert data.same_vocabulary(vocabulary, before)
+
+
 def test_tokens_that_the_vocabulary_has_are_not_added(tmp_path, model_file):
   listed = {'0': '<pad>', '1': '</s>', '2': '<unk>'} | {
     str(206 - i): text for i, text in enumerate(_SENTINELS)

@@ -179,8 +179,10 @@ def _padded_batches(array, batch_size, num_more=0):
   )
 
 
-def _evaluate(factor, batch_size, num_more=0, weights=True, packed=False):
-  """Return the metrics of all rows by `eval_fn`."""
+def _evaluate(
+  factor, batch_size, num_more=0, weights=True, packed=False, z_loss=_Z_LOSS, trains=False
+):
+  """Return the metrics of all rows by `eval_fn`, or by `loss_fn` for training."""
   logits, targets = _evaluation_rows()
   arrays = {'decoder_input_tokens': targets, 'decoder_target_tokens': targets}
   if weights:
@@ -188,12 +190,15 @@ def _evaluate(factor, batch_size, num_more=0, weights=True, packed=False):
   if packed:
     ids = np.where(targets > 0, 1 + (np.arange(_LENGTH) > 1), 0).astype(np.int32)
     arrays |= {'decoder_segment_ids': ids, 'encoder_segment_ids': ids}
-  model = cases.make_model(loss_normalizing_factor=factor, z_loss=_Z_LOSS)
+  model = cases.make_model(loss_normalizing_factor=factor, z_loss=z_loss)
 
   @jax.jit
   def evaluate(logits, batch):
     model.module = cases.Recorded(logits)
-    return model.eval_fn({}, {'encoder_input_tokens': batch['decoder_target_tokens'], **batch})[1]
+    batch = {'encoder_input_tokens': batch['decoder_target_tokens'], **batch}
+    if trains:
+      return model.loss_fn({}, batch, None)[1]
+    return model.eval_fn({}, batch)[1]
 
   batches = {name: _padded_batches(x, batch_size, num_more) for name, x in arrays.items()}
   all_logits = _padded_batches(logits, batch_size, num_more)
@@ -204,11 +209,11 @@ def _evaluate(factor, batch_size, num_more=0, weights=True, packed=False):
   return compute(jax.device_get(merged), num_steps=len(all_logits))
 
 
-def _reference():
+def _reference(z_loss_weight=_Z_LOSS):
   """Return (losses, z-losses, tokens), <float64>[rows, length] and bool, by NumPy."""
   logits, targets = _evaluation_rows()
   log_z = np.log(np.exp(logits.astype(np.float64)).sum(-1))
-  z_loss = _Z_LOSS * log_z**2
+  z_loss = z_loss_weight * log_z**2
   own = np.take_along_axis(logits, targets[..., None], -1)[..., 0]
   return log_z - own + z_loss, z_loss, targets > 0
 
@@ -251,17 +256,35 @@ def test_losses_of_an_evaluation_are_means_over_all_rows(factor, packed, batch_s
   for name, of_positions in (('loss', loss), ('z_loss', z_loss), ('cross_ent_loss', loss - z_loss)):
     expected = _mean(of_positions, factor, batch_size, packed)
     assert values[name] == pytest.approx(expected, rel=1e-5), name
-  if factor != 'AVERAGE_PER_SEQUENCE':
-    total = np.sum(loss * real)
-    assert values['loss_per_nonpadding_target_token'] == pytest.approx(total / real.sum(), rel=1e-5)
-    assert values['loss_per_all_target_tokens'] == pytest.approx(total / real.size, rel=1e-5)
-    total = np.sum(z_loss * real)
-    assert values['z_loss_per_all_target_tokens'] == pytest.approx(total / real.size, rel=1e-5)
+  _check_losses_per_token(values, loss, z_loss, real)
   # A batch of only padding adds nothing.
   more = _evaluate(factor, batch_size, num_more=2, packed=packed)
   names = [name for name in values if 'loss' in name and 'fraction' not in name] + ['accuracy']
   assert len(names) == 8
   assert [more[name] for name in names] == [values[name] for name in names]
+
+
+def _check_losses_per_token(values, loss, z_loss, real):
+  """Check sums over all tokens per token, which depend on no factor and no batch size."""
+  expected = {
+    'loss_per_nonpadding_target_token': np.sum(loss * real) / real.sum(),
+    'loss_per_all_target_tokens': np.sum(loss * real) / real.size,
+    'z_loss_per_all_target_tokens': np.sum(z_loss * real) / real.size,
+    'cross_ent_loss_per_all_target_tokens': np.sum((loss - z_loss) * real) / real.size,
+  }
+  assert {name: values[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+  'factor',
+  ['NUM_REAL_TARGET_TOKENS', 'NUM_TOTAL_TARGET_TOKENS', 'AVERAGE_PER_SEQUENCE', None, 7.0],
+)
+@pytest.mark.parametrize('batch_size', [13, 4, 1])
+def test_losses_per_token_of_training_depend_on_no_factor(factor, batch_size):
+  for z_loss_weight in (0.0, _Z_LOSS):
+    values = _evaluate(factor, batch_size, z_loss=z_loss_weight, trains=True)
+    _check_losses_per_token(values, *_reference(z_loss_weight))
+  _check_losses_per_token(_evaluate(factor, batch_size, z_loss=0.0), *_reference(0.0))
 
 
 def test_padding_rows_of_a_batch_without_weights_have_no_loss():

@@ -229,6 +229,13 @@ MUTANTS = (
     'tests/data/test_vocabularies.py::test_special_ids_of_sentencepiece',
   ),
   Mutant(
+    'recorded_runs_get_added_tokens',
+    't5x_lite/data/text_ids.py',
+    '  if isinstance(vocabulary, AddedTokensVocabulary):\n    return vocabulary.base\n',
+    '',
+    'tests/data/test_added_tokens.py::test_a_recorded_run_keeps_its_ids',
+  ),
+  Mutant(
     'added_tokens_end_with_the_space_after_them',
     't5x_lite/data/added_tokens.py',
     'if token.rstrip:',

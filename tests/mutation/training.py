@@ -351,8 +351,8 @@ MUTANTS = (
   Mutant(
     'slices_are_normalised_by_themselves',
     't5x_lite/losses.py',
-    'if FACTOR_OF_BATCH in batch:',
-    'if False:',
+    'return batch.get(FACTOR_OF_BATCH, factor), weights',
+    'return factor, weights',
     'tests/test_train_step.py::test_accumulation_equals_the_large_batch[NUM_REAL_TARGET_TOKENS-False-8]',
   ),
   Mutant(
@@ -377,9 +377,16 @@ MUTANTS = (
     'tests/models/test_batch_metrics.py::test_losses_of_an_evaluation_are_means_over_all_rows',
   ),
   Mutant(
+    'losses_per_token_have_the_weights_of_the_average_per_sequence',
+    't5x_lite/models/base.py',
+    'if weights is None or self._loss_normalizing_factor is not average:',
+    'if True:',
+    'tests/models/test_batch_metrics.py::test_losses_per_token_of_training_depend_on_no_factor',
+  ),
+  Mutant(
     'losses_per_token_are_divided_twice',
     't5x_lite/models/batch_metrics.py',
-    "'loss_per_nonpadding_target_token': average(total=loss.total, count=mask_sum)",
+    "'loss_per_nonpadding_target_token': average(total=token_sums.loss, count=token_sums.weight)",
     "'loss_per_nonpadding_target_token': average(total=loss.value, count=mask_sum)",
     'tests/models/test_batch_metrics.py::test_losses_of_an_evaluation_are_means_over_all_rows',
   ),

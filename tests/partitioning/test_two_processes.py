@@ -55,6 +55,27 @@ PROGRAM = """
     half = (process, 2, True)
     assert layouts == [half, half, whole, whole, half, half], layouts
 
+    # The search for the first NaN names the operation on both, also for a NaN in the rows of one.
+    partitioner = partitioning.PjitPartitioner(num_partitions=2)
+    spec = partitioner.data_partition_spec
+    rows = np.ones([8, 3], np.float32)
+    rows[0, 0] = 1 - 2 * process
+    x = jax.make_array_from_process_local_data(partitioner.get_shardings(spec), rows, (16, 3))
+    jax.config.update('jax_debug_nans', True)
+
+    def layers(x):
+      def layer(x, _):
+        return jax.numpy.log(x) + 1, x.sum(1)
+      return jax.lax.scan(layer, x, None, length=2)
+
+    step = partitioner.partition(layers, (spec,), (spec, None))
+    try:
+      partitioner.compile(step, x)(x)
+      raise AssertionError('no error')
+    except errors.NonFiniteMetricError as e:
+      assert "is a result of the operation 'log'" in str(e), e
+    jax.config.update('jax_debug_nans', False)
+
     partitioner = partitioning.PjitPartitioner(num_partitions=8, params_on_devices=False)
     try:
       state_init.TrainStateInitializer(None, init_fn, {}, partitioner).from_scratch(rng)

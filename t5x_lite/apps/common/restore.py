@@ -225,13 +225,14 @@ def _find(
 
 
 def with_recorded_ids(dataset_cfg: Any, cfg: checkpoints.RestoreCheckpointConfig | None) -> Any:
-  """Return the data options of a task with the ids of sentinels that the run of the checkpoints was recorded with.
+  """Return options of data with the ids of sentinels and added tokens that the run was recorded with.
 
   Args:
-    dataset_cfg: options of the data; those of a text file are returned unchanged.
+    dataset_cfg: options of the data. Sentinels in text files have had one id each in all versions.
     cfg: the checkpoints; the first one decides. Checkpoints of other programs have no record, and the ids of today.
   """
-  if cfg is None or not isinstance(dataset_cfg, data.DatasetConfig):
+  is_text = isinstance(dataset_cfg, data.TextFileConfig)
+  if cfg is None or not (is_text or isinstance(dataset_cfg, data.DatasetConfig)):
     return dataset_cfg
   recorded = None
   # `restore_for_inference` raises the error of a missing or damaged checkpoint.
@@ -241,6 +242,8 @@ def with_recorded_ids(dataset_cfg: Any, cfg: checkpoints.RestoreCheckpointConfig
       recorded = checkpoints.read_metadata(path).get('run', {}).get('data')
   if recorded is None or not recorded.get('earlier_sentinels', True):
     return dataset_cfg
+  if is_text:
+    return dataclasses.replace(dataset_cfg, finds_added_tokens=False)
   return data.with_earlier_sentinels(dataset_cfg)
 
 

@@ -2,7 +2,9 @@
 
 import argparse
 import contextlib
+import dataclasses
 import io
+import json
 import logging
 import os
 import shutil
@@ -186,25 +188,66 @@ def _infer(arguments: argparse.Namespace, folder: str, name: str) -> list[str]:
 
 
 def _with_keys_of_task(configuration: Any) -> Any:
-  """Return the options of the input, with the keys of JSON lines that the task of the training has."""
-  import dataclasses
+  """Return the options of the input, with the keys of JSON lines that the task of the training has.
 
+  Raises:
+    ConfigError: only some processes can read the task, so that they would read other inputs.
+  """
   from t5x_lite import data
 
   cfg = configuration.argument('dataset_cfg')
   if not isinstance(cfg, data.TextFileConfig) or not cfg.is_jsonl:
     return cfg
+  if cfg.inputs_key is not None and cfg.targets_key is not None:
+    return cfg
+  keys = None
+  problem = ''
   try:
-    found = configuration.bound_in_scopes(data.DatasetConfig, ('', 'train'))
-    # Tasks of other sources have no files of records, and their modules may import TensorFlow.
-    if found.get('source') not in _SOURCES_OF_FILES:
-      return cfg
-    keys = data.record_keys(found.get('mixture_or_task_name'), found.get('module'))
+    keys = _keys_of_task(configuration)
   except Exception as error:  # the module of a task is any code, and may be absent on this machine
-    logging.getLogger(__name__).info(
-      'The keys of JSON lines in the task of the run are unknown (%s: %s).',
-      type(error).__name__,
-      str(error).partition('\n')[0],
+    problem = f'{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip(".")}'
+  _check_same_keys(keys, problem)
+  if keys is None:
+    logging.getLogger(__name__).warning(
+      'The keys of JSON lines in the task of the run are unknown, so that inputs have the key %r and targets %r (%s). '
+      'For other keys, set --gin.data.TextFileConfig.inputs_key and --gin.data.TextFileConfig.targets_key.',
+      cfg.keys_of('inputs')[0],
+      cfg.keys_of('targets')[0],
+      problem,
     )
     return cfg
   return dataclasses.replace(cfg, task_keys=keys)
+
+
+def _keys_of_task(configuration: Any) -> dict[str, tuple[str, ...]]:
+  """Return the keys of JSON lines in the task of the training by feature; {} for tasks without records."""
+  from t5x_lite import data
+
+  found = configuration.bound_in_scopes(data.DatasetConfig, ('', 'train'))
+  # Tasks of other sources have no files of records, and their modules may import TensorFlow.
+  if found.get('source') not in _SOURCES_OF_FILES:
+    return {}
+  return data.record_keys(found.get('mixture_or_task_name'), found.get('module'))
+
+
+def _check_same_keys(keys: dict[str, tuple[str, ...]] | None, problem: str) -> None:
+  """Raise if the lead process has other keys of JSON lines than this one; every process must call this.
+
+  Args:
+    keys: keys by feature; None if they are unknown.
+    problem: why they are unknown.
+  """
+  from t5x_lite import runtime
+
+  monitor = runtime.current_monitor()
+  if monitor is None:
+    return
+  own = [keys and {name: list(found) for name, found in keys.items()}, problem]
+  lead = json.loads(monitor.value_of_lead(json.dumps(own)))
+  if own[0] == lead[0]:
+    return
+  raise ConfigError(
+    'The keys of JSON lines in the task of the run must be the same on all processes, got '
+    f'{own[0] or problem} in process {monitor.process} and {lead[0] or lead[1]} in process 0. Install the module of '
+    'the task on all machines, or set --gin.data.TextFileConfig.inputs_key and --gin.data.TextFileConfig.targets_key.'
+  )

@@ -310,9 +310,11 @@ def test_data_has_the_ids_of_sentinels_that_the_run_was_recorded_with(tmp_path, 
   task = data.DatasetConfig(
     't', {'inputs': 4, 'targets': 4}, 'train', 1, False, 0, source='builtin'
   )
+  texts = data.TextFileConfig(path='in.txt', task_feature_lengths={'inputs': 4}, batch_size=1)
   for path, mode in ((tmp_path, 'latest'), (tmp_path / 'checkpoint_3', 'specific')):
     cfg = checkpoints.RestoreCheckpointConfig(str(path), mode=mode)
     assert restore_lib.with_recorded_ids(task, cfg).earlier_sentinels == expected
+    assert restore_lib.with_recorded_ids(texts, cfg).finds_added_tokens != expected
   missing = checkpoints.RestoreCheckpointConfig(str(tmp_path / 'none'), mode='specific')
   assert restore_lib.with_recorded_ids(task, missing) is task
   assert restore_lib.with_recorded_ids(task, None) is task

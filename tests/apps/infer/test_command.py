@@ -5,6 +5,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import types
 
 import gin
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from t5x_lite import cli
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.data import corpora
+from t5x_lite.runtime import monitor as monitor_lib
 from tests.apps.common import cloze_run
 from tests.apps.infer import toy_infer
 
@@ -145,13 +147,64 @@ def test_json_lines_with_the_keys_of_the_run_and_labels_of_any_type(tmp_path, ru
     {'inputs_pretokenized': 'a', 'targets_pretokenized': 'b'},
     {'inputs_pretokenized': 'd', 'targets_pretokenized': [5]},
   ]
-  # A machine without the module of the task reads the usual keys, as before.
+  # A machine without the module of the task reads the usual keys and says so, once no key is given.
   (own / 'config.gin').write_text(config.replace('PLACE', 'no_such_module'))
   (tmp_path / 'in.jsonl').write_text('{"inputs": "c", "targets": {"x": 1}}\n')
   flags[1] = f'--output={tmp_path}/other.jsonl'
   status, _, err = _main(capsys, own, *flags)
   assert status == 0 and 'keys of JSON lines in the task of the run are unknown' in err
+  assert "so that inputs have the key 'inputs' and targets 'targets'" in err
   assert _read(tmp_path / 'other.jsonl')[0]['inputs']['targets_pretokenized'] == {'x': 1}
+  (tmp_path / 'in.jsonl').write_text(text)
+  flags[1] = f'--output={tmp_path}/given.jsonl'
+  keys = [
+    f'--gin.data.TextFileConfig.{key}' for key in ('inputs_key=question', 'targets_key=answer')
+  ]
+  status, _, err = _main(capsys, own, *flags, *keys)
+  assert status == 0 and 'keys of JSON lines' not in err
+  found = [row['inputs']['inputs_pretokenized'] for row in _read(tmp_path / 'given.jsonl')]
+  assert found == ['a', 'd']
+
+
+class _SecondProcess:
+  """Monitor of the second of two processes whose lead knows the keys of the task."""
+
+  process = 1
+  num_processes = 2
+
+  def value_of_lead(self, value):
+    if json.loads(value)[0] is None:
+      return json.dumps([{'inputs': ['question'], 'targets': ['answer']}, ''])
+    return value
+
+  def report(self, error):
+    print(error, file=sys.stderr)
+    return types.SimpleNamespace(status=2)
+
+
+def test_processes_have_the_same_keys_of_json_lines(tmp_path, run, capsys):
+  own = tmp_path / 'own'
+  own.mkdir()
+  (own / 'checkpoint_2').symlink_to(run / 'checkpoint_2')
+  (own / 'config.gin').write_text(
+    (run / 'config.gin').read_text()
+    + "MIXTURE_OR_TASK_NAME = 'questions_of_records'\nDATA_SOURCE = 'grain'\n"
+    "MIXTURE_OR_TASK_MODULE = 'no_such_module'\n"
+  )
+  (tmp_path / 'in.jsonl').write_text('{"question": "a", "inputs": "c"}\n')
+  before = monitor_lib.current_monitor()
+  monitor_lib.set_current_monitor(_SecondProcess())
+  try:
+    status, _, err = _main(
+      capsys, own, f'--input={tmp_path}/in.jsonl', f'--output={tmp_path}/out.jsonl'
+    )
+  finally:
+    monitor_lib.set_current_monitor(before)
+  assert status == 2 and 'must be the same on all processes, got ' in err
+  assert (
+    'no_such_module' in err
+    and "{'inputs': ['question'], 'targets': ['answer']} in process 0" in err
+  )
 
 
 def test_pipes(tmp_path, run, capsys, monkeypatch):
