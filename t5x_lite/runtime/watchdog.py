@@ -31,7 +31,7 @@ _MAX_PERIOD = 10.0
 
 
 @dataclasses.dataclass(eq=False)
-class _Activity:
+class Activity:
   """Limits and recent durations of an activity, in seconds.
 
   Attributes:
@@ -76,6 +76,10 @@ class _Activity:
     self.durations.append(self.spent_seconds + seconds)
     self.spent_seconds = 0.0
     self.num_completed += 1
+
+  def leave(self, seconds: float) -> None:
+    """Add time to the unit that is not completed, for which the activity will be entered again."""
+    self.spent_seconds += seconds
 
   def is_late(self, seconds: float) -> bool:
     """Return whether this duration requires a warning."""
@@ -149,16 +153,16 @@ class Watchdog:
     self._warn_every_seconds = warn_every_seconds
     self._activities = {
       'compiling': None,
-      'step': _Activity(
+      'step': Activity(
         'step', 'max_step_seconds', max_step_seconds, warning_seconds['step'], auto_seconds
       ),
-      'evaluation': _Activity(
+      'evaluation': Activity(
         'batch of an evaluation',
         'max_evaluation_seconds',
         max_evaluation_seconds,
         warning_seconds['evaluation'],
       ),
-      'saving': _Activity(
+      'saving': Activity(
         'save', 'max_saving_seconds', max_saving_seconds, warning_seconds['saving']
       ),
     }
@@ -178,7 +182,7 @@ class Watchdog:
     self._others_fn = others_fn
     self._others_are_busy_fn = others_are_busy_fn
     # (activity, last step): replaced at each beat, so that the thread needs no lock.
-    self._watched: tuple[_Activity | None, int | None] = (None, None)
+    self._watched: tuple[Activity | None, int | None] = (None, None)
     self._alive_at = 0.0
     self._closed = threading.Event()
     self._thread: threading.Thread | None = None
@@ -218,11 +222,11 @@ class Watchdog:
     finally:
       self._switch(outer, self._watched[1])
 
-  def _switch(self, activity: _Activity | None, step: int | None) -> None:
+  def _switch(self, activity: Activity | None, step: int | None) -> None:
     """Watch another activity. The time of the last one until now belongs to the unit that it will complete."""
     left = self._watched[0]
     if left is not None:
-      left.spent_seconds += time.monotonic() - self._alive_at
+      left.leave(time.monotonic() - self._alive_at)
     self._watched = (activity, step)
     self.beat()
 

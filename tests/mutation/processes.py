@@ -336,8 +336,8 @@ MUTANTS = (
   Mutant(
     'time_before_a_pause_is_forgotten',
     _WATCHDOG,
-    'left.spent_seconds += time.monotonic() - self._alive_at',
-    'left.spent_seconds = 0.0',
+    'left.leave(time.monotonic() - self._alive_at)',
+    'left.leave(0.0)',
     _WATCHDOG_TEST + 'test_an_automatic_limit_knows_a_step_that_is_computed_before_a_pause',
   ),
   Mutant(
