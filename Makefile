@@ -137,7 +137,7 @@ test-t5x: $(STAMP) ## T5X=PATH: T5X's gin files and own tests from a checkout, w
 mutants: $(STAMP) ## apply small changes to a copy of the code, each of which a test must notice (slow)
 	$(PY) -m tests.mutation --jobs $(WORKERS) $(ARGS)
 
-soak: $(STAMP) ## 2,000 small steps under 30 random kills, signals and errors, compared bitwise (about 10 minutes)
+soak: $(STAMP) ## 2,000 small steps under 30 random kills, signals and other faults, compared bitwise (about 10 minutes)
 	XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu $(PY) -m tests.soak $(ARGS)
 
 bench: $(STAMP) ## run every benchmark and print its table (nothing else should run meanwhile)

@@ -70,7 +70,7 @@ def main() -> None:
 
   monitor = non_finite.Monitor(non_finite.NonFinitePolicy())
   read_seconds = common.seconds_per_call(lambda: monitor.observe(1, metrics['stop']))
-  watchdog = runtime.Watchdog()
+  watchdog = runtime.Watchdog('auto')
   with watchdog.watching():
     beat_seconds = common.seconds_per_call(lambda: watchdog.beat(1))
   watchdog.close()

@@ -1,10 +1,11 @@
 #!/bin/bash
-# Run a command, and run it again when it ends with a status that a rerun can mend:
+# Run a command, and run it again when it ends with a status that a rerun can mend, on each of several machines:
 #
-#   examples/cluster/rerun.sh t5x_lite launch -n 8 -- train --gin_file=recipes/keyword_cloze.gin --gin.MODEL_DIR=runs/a
+#   examples/cluster/rerun.sh t5x_lite train --distributed=on --gin_file=recipes/keyword_cloze.gin \
+#     --gin.MODEL_DIR=/shared/runs/a
 #
-# Ctrl-C, SIGTERM and SIGHUP stop the command, which saves, and end the script with its status. With several machines,
-# start it on each: all processes of a run end together, and meet again.
+# All processes of a run end together, and meet again. Ctrl-C, SIGTERM and SIGHUP stop the command, which saves, and end
+# the script with its status. On one machine, use `t5x_lite launch --max_restarts`.
 
 # A command that ends again and again must not be run for ever.
 max_restarts=${MAX_RESTARTS:-100}
@@ -29,8 +30,8 @@ for ((restart = 0; ; restart++)); do
     kill -0 "$child" 2>/dev/null
   do :; done
   case $status in
-    # As in train.sbatch.
-    4 | 74 | 75 | 134 | 137 | 143) ;;
+    # As in train.sbatch, and `t5x_lite launch --max_restarts`.
+    4 | 74 | 75 | 129 | 13[1-9] | 1[4-8]? | 19[0-2]) ;;
     *) exit "$status" ;;
   esac
   if [[ $stopped ]] || ((restart >= max_restarts)); then exit "$status"; fi

@@ -1,6 +1,7 @@
 """Environment variables that give a process its place in a cluster, and the command that it belongs to."""
 
 from collections.abc import Mapping
+import contextlib
 import os
 import pathlib
 import shlex
@@ -30,6 +31,8 @@ LAUNCHED = 'T5X_LITE_LAUNCHED'
 SECRET = 'T5X_LITE_CLUSTER_SECRET'
 # Command line of `t5x_lite launch`.
 COMMAND = 'T5X_LITE_LAUNCH_COMMAND'
+# File to which process 0 appends 'restored STEP' and 'saved STEP' for a launcher that restarts runs.
+_STEPS_FILE = 'T5X_LITE_LAUNCH_STEPS'
 
 
 def command_line() -> str:
@@ -52,6 +55,62 @@ def own_command_line() -> str:
     if is_read and value and name not in _PLACES:
       variables.append(f'{name}={shlex.quote(value)}')
   return ' '.join([*variables, shlex.join(sys.orig_argv)])
+
+
+class StepsFile:
+  """File in which a run tells its launcher where it begins and what it saves; the side of the launcher.
+
+  Attributes:
+    path: path of the file.
+    step: newest step from which the run can continue; None if it has told none.
+  """
+
+  def __init__(self, path: pathlib.Path):
+    """Store the path of a file that does not exist yet."""
+    self.path = path
+    self.step: int | None = None
+    self._num_read = 0
+
+  @property
+  def environment(self) -> dict[str, str]:
+    """Variables for the processes."""
+    return {_STEPS_FILE: str(self.path)}
+
+  def has_saved(self) -> bool:
+    """Read what was added to the file since the last call; return whether there is a new checkpoint."""
+    lines = []
+    with contextlib.suppress(OSError):
+      lines = self.path.read_text(errors='replace').splitlines()
+    added = [line.split() for line in lines[self._num_read :]]
+    self._num_read = len(lines)
+    has_saved = False
+    for words in added:
+      if len(words) == 2 and words[1].isdecimal():
+        self.step = int(words[1])
+        has_saved |= words[0] == 'saved'
+    return has_saved
+
+
+def tells_launcher(environment: Mapping[str, str] = os.environ) -> bool:
+  """Return whether the launcher of this process asks for its steps."""
+  return bool(environment.get(_STEPS_FILE))
+
+
+def tell_launcher(kind: str, step: int | None, environment: Mapping[str, str] = os.environ) -> None:
+  """Append a line to the file of the launcher. Never raises OSError: a full disk costs the run nothing.
+
+  Args:
+    kind: 'restored' or 'saved'.
+    step: number of completed steps.
+    environment: environment variables.
+  """
+  with contextlib.suppress(OSError):
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+    file = os.open(environment[_STEPS_FILE], flags, 0o600)
+    try:
+      os.write(file, f'{kind} {step}\n'.encode())
+    finally:
+      os.close(file)
 
 
 def gpus(environment: Mapping[str, str]) -> list[str]:

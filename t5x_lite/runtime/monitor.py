@@ -10,7 +10,7 @@ to messages there. The store lives in process 0, the lead.
 The first 'failed' counts, whatever else fails afterwards. The lead reads all beats, and so finds silent processes.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 import contextlib
 import dataclasses
 import functools
@@ -122,7 +122,7 @@ class Monitor:
     self._judged_at = clock()
     self._failure: Failure | None = None
     self._has_failed = threading.Event()
-    self._has_printed = self._has_lost_store = False
+    self._has_printed = self._has_printed_stacks = self._has_lost_store = False
     self._num_values = 0
     self._end_fns: list[Callable[[Failure], None]] = []
     self._is_suspicious = False
@@ -238,6 +238,7 @@ class Monitor:
 
   def end_all(self, message: str, status: int) -> NoReturn:
     """End all processes from any thread of this one, with a message and the stacks of its threads."""
+    self._has_printed_stacks = True
     print_stacks(message)
     self._has_printed = True
     self.leave(self._fail(message.partition('. ')[0], int(status)).status)
@@ -291,6 +292,10 @@ class Monitor:
   def _end_after_grace(self, failure: Failure) -> None:
     """End the process, whose main thread may hang in a collective with the one that failed."""
     try:
+      if failure.status == ExitCode.WATCHDOG and not self._has_printed_stacks:
+        # Before the main thread is interrupted: it may be the cause of the hang.
+        text = f't5x_lite: [process {self.process}] {failure}.'
+        self.caller.returns_within(_FLUSH_SECONDS, functools.partial(print_stacks, text))
       if failure.error:
         self._closed.wait(_GRACE_SECONDS)
       self.print_reason()
@@ -314,6 +319,16 @@ class Monitor:
         return self._store.blocking_key_value_get(key, int(_BEAT_SECONDS * 1000))
       except Exception:  # not yet there
         time.sleep(_AGREEING_SECONDS)
+
+  def others_are_in(self, phases: Collection[str]) -> bool:
+    """Return whether another process is in one of `phases`, see `state_fn`; False if it is unknown."""
+    if self.process and not self.caller.returns_within(_CALL_SECONDS, self._read_beats):
+      return False
+    return any(
+      beat['phase'] in phases
+      for process, (beat, _) in list(self._beats.items())
+      if process != self.process
+    )
 
   def describe_processes(self) -> str:
     """Return a sentence that says where each process is, those that are behind first; empty if it is unknown."""

@@ -15,6 +15,7 @@ import pytest
 from t5x_lite import checkpoints
 from t5x_lite import cli
 from t5x_lite import errors
+from t5x_lite.apps.launch import run as launch
 from t5x_lite.runtime import cluster
 from tests import processes
 from tests.apps.common import cloze_run
@@ -23,13 +24,8 @@ from tests.examples import fake_slurm
 _ROOT = pathlib.Path(__file__).parents[2]
 _FOLDER = _ROOT / 'examples/cluster'
 _SCRIPTS = ('train.sbatch', 'rerun.sh', 'tpu_pod.sh')
-# Statuses after which the scripts start a command again.
-_RESTARTED = {
-  errors.ExitCode.WATCHDOG,
-  errors.ExitCode.SAVE_FAILED,
-  errors.ExitCode.RESTART,
-  *(128 + number for number in (signal.SIGABRT, signal.SIGKILL, signal.SIGTERM)),
-}
+# Statuses after which a command is started again.
+_RESTARTED = set(filter(launch.is_mendable, range(256)))
 _TRAIN = [
   '--gin_file=recipes/keyword_cloze.gin',
   *(
@@ -96,19 +92,13 @@ def test_shellcheck(name):
   assert os.access(_FOLDER / name, os.X_OK)
 
 
-def test_both_scripts_restart_on_the_same_statuses():
-  lists = [
-    set(
-      map(
-        int,
-        re.search(r'^ +(\d+(?: \| \d+)+)\)', (_FOLDER / name).read_text(), re.MULTILINE)[1].split(
-          '|'
-        ),
-      )
-    )
-    for name in ('train.sbatch', 'rerun.sh')
-  ]
-  assert lists == [_RESTARTED] * 2
+@pytest.mark.parametrize('name', ['train.sbatch', 'rerun.sh'])
+def test_scripts_restart_on_the_statuses_of_launch(name):
+  statuses = re.search(r'^ +(4 \| .*)\) ;;$', (_FOLDER / name).read_text(), re.MULTILINE)[1]
+  program = f'for s in {{0..255}}; do case $s in {statuses}) echo $s ;; esac; done'
+  assert set(map(int, _call('bash', '-c', program)[1].split())) == _RESTARTED
+  # No progress, a failed save, saved on a signal, aborted, killed, damaged memory, terminated; not Ctrl-C.
+  assert {4, 74, 75, 134, 137, 139, 143} <= _RESTARTED and not {0, 1, 2, 3, 5, 130} & _RESTARTED
 
 
 def _ends_with(programs, statuses):

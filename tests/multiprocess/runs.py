@@ -46,6 +46,7 @@ class Run:
     seconds: float = 0.0,
     environment: Mapping[str, str] = {},
     flags: Sequence[str] = (),
+    launch_flags: Sequence[str] = (),
   ):
     """Start the processes.
 
@@ -58,6 +59,7 @@ class Run:
       seconds: time that the source takes for a batch.
       environment: further variables.
       flags: further flags.
+      launch_flags: further flags of the launcher.
     """
     self.lines: list[tuple[float, str]] = []
     self.statuses: list[int] = []
@@ -79,6 +81,7 @@ class Run:
           '-n',
           str(num_processes),
           f'--devices_per_process={num_devices}',
+          *launch_flags,
           '--',
           *command,
           *flags,

@@ -137,6 +137,10 @@ def test_a_stalled_source_ends_all_and_sigterm_a_survivor_of_a_stopped_process(m
     waiting,
   ), waiting
   assert re.search(r'ends because process 0 failed.*Watchdog', stalled.output_of(1)), stalled.output
+  # The stacks of both: the cause is in the other process than the one whose step is late.
+  assert ' in block_until_ready' in waiting and 'in happens' not in waiting, waiting
+  assert 'Stacks of all threads' in stalled.output_of(1), stalled.output
+  assert re.search(r'letters\.py", line \d+ in happens', stalled.output_of(1)), stalled.output
   assert stopped.statuses[0] == 75 and stopped_seconds < 20, stopped.output
 
 
@@ -206,6 +210,25 @@ def test_a_signal_during_the_start_stops_all(model_dir, at, process):
   assert run.statuses == [75] and run.output.count('] Stopped') == 1, run.output
   assert f't5x_lite: [process {process if at == "import" else 0}] Stopped' in run.output, run.output
   assert 'Traceback' not in run.output, run.output
+
+
+def test_launch_restarts_all_from_the_newest_checkpoint(tmp_path):
+  """Each start is killed at its first checkpoint, which is one more than the allowed restarts without a new one."""
+  with runs.Run(
+    _train(tmp_path, '--gin.SAVING_PERIOD=10', steps=20),
+    faults=[_fault(0, 'SIGKILL', 'save_committed', 1)],
+    launch_flags=['--max_restarts=1', '--restart_seconds=0.1'],
+  ) as run:
+    run.end()
+  assert run.statuses == [0], run.output
+  assert re.findall(
+    r'(process 0 was killed by SIGKILL; restart 1 of at most 1 from step \d+)', run.output
+  ) == [
+    f'process 0 was killed by SIGKILL; restart 1 of at most 1 from step {step}' for step in (10, 20)
+  ], run.output
+  addresses = re.findall(r'with 2 devices, address (\S+)\.$', run.output, re.MULTILINE)
+  assert len(set(addresses)) == 3, run.output
+  assert checkpoints.newest_sound_step(tmp_path) == 20
 
 
 def test_the_run_equals_one_without_faults(model_dir, tmp_path):

@@ -4,6 +4,7 @@ from tests.mutation.mutant import Mutant
 
 _MONITOR, _MONITOR_TEST = 't5x_lite/runtime/monitor.py', 'tests/runtime/test_monitor.py::'
 _CLUSTER, _CLUSTER_TEST = 't5x_lite/runtime/cluster.py', 'tests/runtime/test_cluster.py::'
+_WATCHDOG, _WATCHDOG_TEST = 't5x_lite/runtime/watchdog.py', 'tests/runtime/test_watchdog.py::'
 _LAUNCH, _LAUNCH_TEST = 't5x_lite/apps/launch/run.py', 'tests/apps/launch/test_run.py::'
 
 MUTANTS = (
@@ -123,7 +124,7 @@ MUTANTS = (
   Mutant(
     'children_of_a_script_outlive_launch',
     _LAUNCH,
-    'if status:  # The children of a script that failed may still run.',
+    'if processes[first].returncode:  # The children of a script that failed may still run.',
     'if False:  # The children of a script that failed may still run.',
     _LAUNCH_TEST + 'test_what_a_script_has_started_ends_too',
   ),
@@ -289,6 +290,90 @@ MUTANTS = (
     '    if first is None or True:\n      first = next((index for index, process in '
     'reversed(list(enumerate(processes))) if process.poll())',
     _LAUNCH_TEST + 'test_all_end_with_the_status_of_the_first_that_fails',
+  ),
+  Mutant(
+    'launch_restarts_on_every_status',
+    _LAUNCH,
+    'if steps is None or received or not is_mendable(status):',
+    'if steps is None or received or not status:',
+    _LAUNCH_TEST + 'test_restarts[3-5-3-1]',
+  ),
+  Mutant(
+    'a_new_checkpoint_does_not_count',
+    _LAUNCH,
+    '      if steps.has_saved():\n        num_restarts = 0\n',
+    '      steps.has_saved()\n',
+    _LAUNCH_TEST + 'test_restarts[save75 save75 save75 0-1-0-4]',
+  ),
+  Mutant(
+    'restarts_without_a_checkpoint_have_no_end',
+    _LAUNCH,
+    'if num_restarts >= max_restarts:',
+    'if num_restarts > max_restarts:',
+    _LAUNCH_TEST + 'test_restarts[75 75 75 75-2-75-3]',
+  ),
+  Mutant(
+    'a_restart_has_the_secret_of_the_last_start',
+    _LAUNCH,
+    'names.SECRET: secrets.token_hex(32),',
+    "names.SECRET: '0' * 64,",
+    _LAUNCH_TEST + 'test_restarts[75 0-1-0-2]',
+  ),
+  Mutant(
+    'a_stopped_run_is_restarted',
+    _LAUNCH,
+    'if steps is None or received or not',
+    'if steps is None or not',
+    _LAUNCH_TEST + 'test_a_signal_to_a_run_ends_its_restarts',
+  ),
+  Mutant(
+    'a_signal_waits_for_the_restart',
+    _LAUNCH,
+    'while not received and time.monotonic() < deadline:',
+    'while time.monotonic() < deadline:',
+    _LAUNCH_TEST + 'test_a_signal_during_the_wait_before_a_restart_ends_at_once[15]',
+  ),
+  Mutant(
+    'a_save_is_not_told_to_the_launcher',
+    't5x_lite/apps/train/run.py',
+    "elif event.kind == 'save_committed':",
+    'elif False:',
+    'tests/multiprocess/test_faults.py::test_launch_restarts_all_from_the_newest_checkpoint',
+  ),
+  Mutant(
+    'a_hang_shows_the_stacks_of_one_process',
+    _MONITOR,
+    'if failure.status == ExitCode.WATCHDOG and not self._has_printed_stacks:',
+    'if False:',
+    _MONITOR_TEST + 'test_all_print_their_stacks_if_one_makes_no_progress[0]',
+  ),
+  Mutant(
+    'an_automatic_limit_counts_from_the_first_step',
+    _WATCHDOG,
+    '    if not durations:\n      return None\n    return max(',
+    '    durations = durations or [0.0]\n    return max(',
+    _WATCHDOG_TEST + 'test_an_automatic_limit_counts_from_the_second_step_on',
+  ),
+  Mutant(
+    'an_automatic_limit_ends_long_steps',
+    _WATCHDOG,
+    'return max(self.auto_seconds, _AUTO_MEDIANS',
+    'return min(self.auto_seconds, _AUTO_MEDIANS',
+    _WATCHDOG_TEST + 'test_an_automatic_limit_is_50_medians_of_long_steps',
+  ),
+  Mutant(
+    'time_before_a_pause_is_forgotten',
+    _WATCHDOG,
+    'left.leave(time.monotonic() - self._alive_at)',
+    'left.leave(0.0)',
+    _WATCHDOG_TEST + 'test_an_automatic_limit_knows_a_step_that_is_computed_before_a_pause',
+  ),
+  Mutant(
+    'an_automatic_limit_counts_saves_of_others',
+    _WATCHDOG,
+    'if is_auto and self._others_are_busy_fn():',
+    'if False:',
+    _WATCHDOG_TEST + 'test_an_automatic_limit_counts_anew_while_other_processes_are_busy',
   ),
   Mutant(
     'launch_keeps_signals',

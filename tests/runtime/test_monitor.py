@@ -95,6 +95,39 @@ def in_threads(fns):
   return results
 
 
+@pytest.mark.parametrize('hanging', [0, 1])
+def test_all_print_their_stacks_if_one_makes_no_progress(hanging, capfd):
+  with running(2) as cluster:
+    cluster.monitors[hanging].end_all('Watchdog: no step was completed. Rerun.', 4)
+    assert cluster.ended(0, 1) == {0: 4, 1: 4}
+  err = capfd.readouterr().err
+  assert err.count('Stacks of all threads:\nThread') == 2
+  other = 1 - hanging
+  assert (
+    f'[process {other}] process {hanging} failed: Watchdog: no step was completed.\nStacks' in err
+  )
+
+
+def test_other_failures_have_no_stacks(capfd):
+  with running(2) as cluster:
+    cluster.monitors[1].report(ValueError('bad'))
+    assert cluster.ended(0, 1) == {0: 1, 1: 1}
+  assert 'Stacks' not in capfd.readouterr().err
+
+
+def test_each_process_knows_whether_another_one_saves():
+  with running(3) as cluster:
+    for process, phase in enumerate(('step', 'saving', 'step')):
+      cluster.monitors[process].state_fn = lambda phase=phase: (7, phase)
+    deadline = time.monotonic() + _SECONDS
+    while not cluster.monitors[0].others_are_in(('saving',)) and time.monotonic() < deadline:
+      time.sleep(0.01)
+    found = [monitor.others_are_in(('saving', 'evaluation')) for monitor in cluster.monitors]
+    assert found == [True, False, True]
+    cluster.store.is_gone = True
+    assert not cluster.monitors[2].others_are_in(('compiling',))
+
+
 @pytest.mark.parametrize('failing', [0, 2])
 def test_an_error_ends_all_processes_with_its_status_and_name(failing, capfd, monkeypatch):
   # So that a thread that gets no time under load is not taken for a process that has gone.

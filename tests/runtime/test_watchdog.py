@@ -13,6 +13,7 @@ import pytest
 
 from t5x_lite import runtime
 from t5x_lite.errors import ConfigError
+from t5x_lite.runtime import watchdog as watchdog_lib
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
@@ -159,6 +160,104 @@ def test_warnings_at_an_interval_and_the_limit_of_a_step_are_independent():
   assert len(warnings) >= 3 and 'max_step_seconds' in timeouts[0]
   with pytest.raises(ConfigError, match='warn_every_seconds` must be .* got 0'):
     runtime.Watchdog(warn_every_seconds=0)
+
+
+@contextlib.contextmanager
+def _automatic(**kwargs):
+  """Yields a watchdog with the limit 'auto', of at least 0.2 s, that watches; and the messages of its limits."""
+  timeouts = _Messages()
+  watchdog = runtime.Watchdog('auto', timeouts.append, auto_seconds=0.2, **kwargs)
+  with contextlib.closing(watchdog), watchdog.watching():
+    yield watchdog, timeouts
+
+
+def test_an_automatic_limit_counts_from_the_second_step_on():
+  with _automatic() as (watchdog, timeouts):
+    time.sleep(0.5)  # the first step may load programs
+    assert not timeouts
+    watchdog.beat(1)
+    watchdog.beat(2)
+    timeouts.wait(1)
+  assert (
+    'no step was completed within 0.2 seconds after step 2. Set max_step_seconds' in timeouts[0]
+  )
+  assert 'to a larger number if this duration is normal, otherwise rerun' in timeouts[0]
+
+
+def test_an_automatic_limit_is_50_medians_of_long_steps():
+  activity = watchdog_lib.Activity('step', 'max_step_seconds', 'auto', 600.0)
+  assert activity.limit is None
+  for seconds, limit in (
+    (500.0, 25_000.0),  # the first step, which counts only until the second
+    (1.0, 1800.0),
+    (40.0, 1800.0),
+    (40.0, 2000.0),
+    (1e6, 2000.0),
+    (60.0, 2000.0),
+    (60.0, 2500.0),
+  ):
+    activity.complete(seconds)
+    assert activity.limit == limit
+  for _ in range(101):
+    activity.complete(36.1)
+  assert activity.limit == pytest.approx(1805.0)
+  activity.leave(70.0)
+  assert activity.limit == pytest.approx(1805.0)
+  for _ in range(101):  # A step that is completed after a pause.
+    activity.leave(30.0)
+    activity.complete(10.0)
+  assert activity.limit == 2000.0
+  for limit in (7.0, None):
+    assert watchdog_lib.Activity('step', 'max_step_seconds', limit, 600.0).limit == limit
+
+
+def test_an_automatic_limit_knows_a_step_that_is_computed_before_a_pause():
+  with _automatic() as (watchdog, timeouts):
+    for step in range(1, 4):
+      time.sleep(
+        0.1
+      )  # A step that waits for the device while it is dispatched, and is reported later.
+      with watchdog.watching('saving'):
+        pass
+      watchdog.beat(step)
+    time.sleep(1.0)  # 50 times the median of 0.1 s is five seconds.
+    assert not timeouts
+
+
+@pytest.mark.parametrize('activity', ['evaluation', 'saving', 'compiling'])
+def test_an_automatic_limit_is_only_that_of_a_step(activity):
+  with _automatic() as (watchdog, timeouts):
+    watchdog.beat(1)
+    watchdog.beat(2)
+    with watchdog.watching(activity):
+      watchdog.beat(2)
+      watchdog.beat(2)
+      time.sleep(0.5)
+    assert not timeouts
+    timeouts.wait(1)
+
+
+def test_an_automatic_limit_counts_anew_while_other_processes_are_busy():
+  busy = [True]
+  with _automatic(others_are_busy_fn=lambda: busy[0]) as (watchdog, timeouts):
+    watchdog.beat(1)
+    time.sleep(0.5)
+    assert not timeouts
+    busy[0] = False
+    timeouts.wait(1)
+  timeouts = _Messages()  # a number is one of everything
+  watchdog = runtime.Watchdog(0.2, timeouts.append, others_are_busy_fn=lambda: True)
+  with contextlib.closing(watchdog), watchdog.watching():
+    timeouts.wait(1)
+
+
+@pytest.mark.parametrize('value', ['automatic', '', 0, True, float('nan'), [1]])
+def test_invalid_limits_of_a_step(value):
+  with pytest.raises(
+    ConfigError,
+    match=r"max_step_seconds` must be a number > 0, 'auto' or None, got .* 50 times the median",
+  ):
+    runtime.Watchdog(value)
 
 
 def _run(code, **kwargs):

@@ -14,7 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.usage = '%(prog)s -n N [--devices_per_process K] -- COMMAND ...'
   parser.epilog = (
     'example:\n'
-    '  t5x_lite launch -n 2 -- train --gin_file=recipes/keyword_cloze.gin --gin.MODEL_DIR=runs/two'
+    '  t5x_lite launch -n 2 -- train --gin_file=recipes/keyword_cloze.gin --gin.MODEL_DIR=runs/two\n'
+    '  t5x_lite launch -n 2 --max_restarts=3 -- train --gin_file=recipes/keyword_cloze.gin '
+    '--gin.MODEL_DIR=runs/two'
   )
   parser.add_argument(
     '-n', '--num_processes', type=int, required=True, metavar='N', help='number of processes'
@@ -28,6 +30,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
   parser.add_argument(
     '--port', type=int, metavar='PORT', help='port at which the processes meet; default: a free one'
+  )
+  parser.add_argument(
+    '--max_restarts',
+    type=int,
+    default=0,
+    metavar='N',
+    help='restart all processes at most N times in a row without a new checkpoint in between, after status 4, 74 or '
+    '75 or a death by a signal; default: 0',
+  )
+  parser.add_argument(
+    '--restart_seconds',
+    type=float,
+    default=10.0,
+    metavar='SECONDS',
+    help='wait before the first of these restarts; each further wait is twice as long, up to 300; default: 10',
   )
   parser.add_argument(
     'others',
@@ -48,4 +65,6 @@ def run_command(arguments: argparse.Namespace) -> int:
     arguments.num_processes,
     devices_per_process=arguments.devices_per_process,
     port=arguments.port,
+    max_restarts=arguments.max_restarts,
+    restart_seconds=arguments.restart_seconds,
   )

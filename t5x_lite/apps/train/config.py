@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import dataclasses
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from t5x_lite import actions as actions_lib
 from t5x_lite import checkpoints
@@ -67,7 +67,7 @@ class TrainConfig(RunConfig):
   use_orbax: bool
   gc_period: int
   max_batch_seconds: float | None
-  max_step_seconds: float | None
+  max_step_seconds: float | Literal['auto'] | None
   max_evaluation_seconds: float | None
   max_saving_seconds: float | None
   warn_every_seconds: float | None

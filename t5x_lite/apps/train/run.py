@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import os
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -50,6 +50,7 @@ from t5x_lite.apps.train.saves import TrainSaves
 from t5x_lite.apps.train.step_log import LogConfig
 from t5x_lite.apps.train.step_log import StepLog
 from t5x_lite.errors import ConfigError, ExitCode, StoppedOnSignalError
+from t5x_lite.runtime import cluster_environment
 from t5x_lite.train_state import TrainState
 
 # T5X's names for `actions`.
@@ -89,7 +90,7 @@ def train(
   num_prefetched_batches: int = 2,
   num_retries: int = 3,
   max_batch_seconds: float | None = None,
-  max_step_seconds: float | None = None,
+  max_step_seconds: float | Literal['auto'] | None = 'auto',
   max_evaluation_seconds: float | None = None,
   max_saving_seconds: float | None = None,
   warn_every_seconds: float | None = None,
@@ -152,8 +153,10 @@ def train(
       position of the failed batch or at the saved one, after 1, 2, 4, ... seconds.
     max_batch_seconds: save and end the run if a training batch takes longer; None only warns, with the stacks of all
       threads, every 5 minutes. The first batch, also after a rollback, has no limit.
-    max_step_seconds: end the run, with the stacks of all threads, if a step takes longer; None only warns, once, if a
-      step takes longer than 10 minutes and than 20 times the median.
+    max_step_seconds: end the run, with the stacks of all threads of all processes, if a step takes longer. 'auto' is
+      the larger of 1,800 s and 50 times the median of the last 101 steps, from the second step of the process on; with
+      several processes, a step does not count while another process evaluates, saves or compiles. None only warns. In
+      all cases there is a warning, once, if a step takes longer than 10 minutes and than 20 times the median.
     max_evaluation_seconds: the same limit for a batch of an evaluation; None warns after 30 minutes.
     max_saving_seconds: the same limit for the time that training waits for a save; None warns after 30 minutes.
     warn_every_seconds: warn with the stacks of all threads each time that this time passes without a completed step,
@@ -211,7 +214,7 @@ def train(
     events = runtime.EventLog(
       os.path.join(cfg.model_dir, runtime.EVENTS_FILE),
       process=jax.process_index(),
-      event_fns=cfg.event_hooks,
+      event_fns=(*_launcher_hooks(), *cfg.event_hooks),
       log_fn=progress.log,
     )
     if not cfg.dry_run:
@@ -483,6 +486,7 @@ def _make_watchdog(cfg: TrainConfig, events: runtime.EventLog) -> runtime.Watchd
     )
     options = {
       'others_fn': monitor.describe_processes,
+      'others_are_busy_fn': lambda: monitor.others_are_in(('evaluation', 'saving', 'compiling')),
       'on_timeout': lambda message: monitor.end_all(message, ExitCode.WATCHDOG),
     }
   return runtime.Watchdog(
@@ -493,6 +497,20 @@ def _make_watchdog(cfg: TrainConfig, events: runtime.EventLog) -> runtime.Watchd
     phase_fn=events.phase,
     **options,
   )
+
+
+def _launcher_hooks() -> tuple[Callable[[runtime.Event], None], ...]:
+  """Return the hook that tells `launch` of the steps from which a restart can continue, if it asks for them."""
+  if jax.process_index() or not cluster_environment.tells_launcher():
+    return ()
+
+  def tell(event: runtime.Event) -> None:
+    if event.kind == 'restored':
+      cluster_environment.tell_launcher('restored', event.step)
+    elif event.kind == 'save_committed':
+      cluster_environment.tell_launcher('saved', event.details['checkpoint'])
+
+  return (tell,)
 
 
 def _find_last_step(cfg: TrainConfig, start: start_lib.StartingPoint, start_step: int) -> float:

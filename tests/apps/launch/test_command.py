@@ -30,8 +30,10 @@ from t5x_lite.errors import ConfigError
 def test_everything_after_the_dashes_is_the_other_command(monkeypatch, others, program):
   called = []
   monkeypatch.setattr(run, 'launch', lambda *args, **kwargs: called.append((args, kwargs)) or 7)
-  assert cli.main(['launch', '-n', '3', '--devices_per_process=2', '--', *others]) == 7
-  assert called == [((program, 3), {'devices_per_process': 2, 'port': None})]
+  flags = ['--max_restarts=4', '--restart_seconds=0.5']
+  assert cli.main(['launch', '-n', '3', '--devices_per_process=2', *flags, '--', *others]) == 7
+  options = {'max_restarts': 4, 'restart_seconds': 0.5}
+  assert called == [((program, 3), {'devices_per_process': 2, 'port': None, **options})]
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,14 @@ def test_everything_after_the_dashes_is_the_other_command(monkeypatch, others, p
     (['launch', '--', 'train'], r'-n/--num_processes'),
     (['launch', '-n', '0', '--', 'train'], r'`-n` must be an integer >= 1, got 0'),
     (['launch', '-n', '2', '--port=70000', '--', 'train'], r'`--port` must be'),
+    (
+      ['launch', '-n', '2', '--max_restarts=-1', '--', 'train'],
+      r'`--max_restarts` must be an integer >= 0',
+    ),
+    (
+      ['launch', '-n', '2', '--restart_seconds=nan', '--', 'train'],
+      r'`--restart_seconds` must be a number',
+    ),
     (
       ['launch', '-n', '2', '--', 'trian'],
       r"'trian' is neither a command of t5x_lite nor a program",

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from t5x_lite.apps.launch import run
 from t5x_lite.errors import ConfigError
 
 
-def _launch(program, num_processes, *arguments):
+def _launch(program, num_processes, *arguments, flags=()):
   """Starts `launch` for a Python program in a process of its own."""
   return subprocess.Popen(
     [
@@ -24,6 +25,7 @@ def _launch(program, num_processes, *arguments):
       'launch',
       '-n',
       str(num_processes),
+      *flags,
       '--',
       sys.executable,
       '-c',
@@ -202,6 +204,97 @@ def test_a_second_ctrl_c_in_a_terminal_ends_all_at_once():
   out, _ = process.communicate(timeout=60)
   assert process.returncode == 128 + signal.SIGINT and 'saved' not in out
   os.close(master)
+
+
+# Ends as the next word of a file says: a status, a signal, or 'save' in front of it for a checkpoint.
+_ENDS = """
+    import os, pathlib, signal, sys, time
+    from t5x_lite.runtime import cluster_environment as names
+    folder = pathlib.Path(sys.argv[1])
+    if names.tells_launcher() and os.environ['JAX_PROCESS_ID'] == '0':
+      ends = (folder / 'ends').read_text().split()
+      end = ends[len(list(folder.glob('start-*')))]
+      place = os.environ['JAX_COORDINATOR_ADDRESS'] + ' ' + os.environ['T5X_LITE_CLUSTER_SECRET']
+      (folder / f'start-{time.time_ns()}').write_text(place)
+      names.tell_launcher('restored', 40)
+      if end.startswith('save'):
+        names.tell_launcher('saved', 50)
+      end = end.removeprefix('save')
+      if end.startswith('SIG'):
+        os.kill(os.getpid(), getattr(signal, end))
+      sys.exit(int(end))
+    """
+
+
+@pytest.mark.parametrize(
+  'ends, max_restarts, status, num_starts',
+  [
+    ('75 0', 1, 0, 2),
+    ('4 74 SIGKILL SIGSEGV 139 75 0', 6, 0, 7),
+    ('75 75 75 75', 2, 75, 3),
+    ('save75 save75 save75 0', 1, 0, 4),
+    ('75 75 save75 75 75 0', 2, 75, 5),
+    ('75 1', 5, 1, 2),
+    ('2', 5, 2, 1),
+    ('3', 5, 3, 1),
+    ('5', 5, 5, 1),
+    ('130', 5, 130, 1),
+    ('SIGINT', 5, 130, 1),
+    ('75', 0, 0, 0),
+  ],
+)
+def test_restarts(tmp_path, capfd, ends, max_restarts, status, num_starts):
+  (tmp_path / 'ends').write_text(ends)
+  program = [sys.executable, '-c', textwrap.dedent(_ENDS), str(tmp_path)]
+  found = run.launch(program, 1, max_restarts=max_restarts, restart_seconds=0.01)
+  places = [path.read_text() for path in tmp_path.glob('start-*')]
+  assert found == status and len(places) == num_starts
+  for values in zip(*map(str.split, places), strict=True):  # addresses, secrets
+    assert len(set(values)) == num_starts
+  lines = re.findall(
+    r't5x_lite launch: \d{4}-\d\d-\d\d \d\d:\d\d:\d\d: (.*)', capfd.readouterr().err
+  )
+  num_restarts = max(num_starts - 1, 0)
+  assert len(lines) == num_restarts + (run.is_mendable(status) and num_starts > 0)
+  for line, end in zip(lines[:num_restarts], ends.split(), strict=False):
+    assert re.search(rf'(status |by ){end.removeprefix("save")}\b', line)
+    assert f'from step {50 if end.startswith("save") or "step 50" in line else 40} in' in line
+  if lines[num_restarts:]:
+    assert f'no restart after {max_restarts} without a new checkpoint (--max_restarts)' in lines[-1]
+
+
+def test_the_waits_before_restarts_double(tmp_path, capfd):
+  (tmp_path / 'ends').write_text('75 75 75 save75 75 0')
+  program = [sys.executable, '-c', textwrap.dedent(_ENDS), str(tmp_path)]
+  assert run.launch(program, 1, max_restarts=3, restart_seconds=0.01) == 0
+  assert re.findall(r'in ([\d.]+) s', capfd.readouterr().err) == [
+    '0.01',
+    '0.02',
+    '0.04',
+    '0.01',
+    '0.02',
+  ]
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_during_the_wait_before_a_restart_ends_at_once(tmp_path, number):
+  (tmp_path / 'ends').write_text('74 0')
+  process = _launch(_ENDS, 1, tmp_path, flags=['--max_restarts=3', '--restart_seconds=300'])
+  assert 'restart 1 of at most 3 from step 40 in 300 s' in process.stderr.readline()
+  process.send_signal(number)
+  try:
+    process.communicate(timeout=10)
+  finally:
+    process.kill()
+  assert process.returncode == 74 and len(list(tmp_path.glob('start-*'))) == 1
+
+
+def test_a_signal_to_a_run_ends_its_restarts():
+  process = _launch(_SAVES, 1, flags=['--max_restarts=3'])
+  assert 'ready' in process.stdout.readline()
+  process.send_signal(signal.SIGTERM)
+  out, err = process.communicate(timeout=60)
+  assert process.returncode == 75 and 'ready' not in out and 'restart' not in err
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,12 @@ from tests.apps.train import toy_run
       ConfigError,
       'max_batch_seconds` must be a number > 0 or None, got 0',
     ),
-    ({'max_step_seconds': 0}, ConfigError, 'max_step_seconds` must be a number > 0 or None, got 0'),
+    # The default is 'auto'.
+    (
+      {'max_step_seconds': 0},
+      ConfigError,
+      "max_step_seconds` must be a number > 0, 'auto' or None, got 0",
+    ),
     ({'inference_evaluator_cls': object}, ConfigError, 'inference_evaluator_cls'),
     ({'actions': {'TRIAN': []}}, ConfigError, "Did you mean 'TRAIN'"),
     (

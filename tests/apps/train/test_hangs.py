@@ -5,6 +5,7 @@ import contextlib
 import inspect
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import textwrap
@@ -16,7 +17,9 @@ from t5x_lite import checkpoints
 from t5x_lite import non_finite
 from t5x_lite import runtime
 from t5x_lite import trainer as trainer_lib
+from t5x_lite.apps.train import run as train_app
 from t5x_lite.apps.train.compilation import StepCompilation
+from tests import processes
 from tests.apps.train import toy_run
 
 _ROOT = pathlib.Path(__file__).parents[3]
@@ -109,6 +112,35 @@ _HANGS = """
     slow(table_iterator.TableIterator, '__next__', [0, 0, 0, 12])
     toy_run.train(sys.argv[1], 8, save={'period': 2}, eval_period=4, infer_eval_dataset_cfg=None, max_step_seconds=8)
     """
+
+
+def test_a_function_that_hangs_in_a_step_ends_the_run(tmp_path):
+  program = """
+      import sys, time
+      from tests.apps.train import toy_run
+
+      def sleeps_here(event):
+        if event.kind == 'first_step':
+          time.sleep(600)
+
+      toy_run.train(
+        sys.argv[1], 8, save=None, eval_period=None, event_fns=sleeps_here, max_step_seconds=2,
+        train_eval_dataset_cfg=None, infer_eval_dataset_cfg=None, warn_every_seconds=0.5,
+      )
+      """
+  process = processes.start(program, tmp_path, stderr=subprocess.PIPE)
+  _, err = process.communicate(timeout=100)
+  assert process.returncode == 4, err
+  assert re.search(r'^Watchdog: no step was completed within 2 seconds', err, re.MULTILINE), err
+  assert ' in sleeps_here\n' in err.rpartition('\nWatchdog: ')[2]
+  assert err.count('see `warn_every_seconds`. The run continues') >= 2, err
+
+
+def test_a_step_has_an_automatic_limit_by_default():
+  parameters = inspect.signature(train_app.train).parameters
+  assert parameters['max_step_seconds'].default == 'auto'
+  names = ('max_evaluation_seconds', 'max_saving_seconds', 'warn_every_seconds')
+  assert [parameters[name].default for name in names] == [None] * 3
 
 
 @pytest.mark.full
