@@ -4,6 +4,27 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'the_module_of_an_object_is_trusted_instead_of_the_object',
+    't5x_lite/configurable_names.py',
+    '    _object(module, name) is found\n',
+    "    getattr(found, '__module__', None) == module\n",
+    'tests/test_configurable_names.py::test_an_object_does_not_pretend_to_be_a_listed_one',
+  ),
+  Mutant(
+    'functions_that_write_may_be_called_in_values',
+    't5x_lite/configuration/binding.py',
+    'self.configurable(selector, location, is_called=value.evaluate)',
+    'self.configurable(selector, location)',
+    'tests/test_configurable_names.py::test_attacks',
+  ),
+  Mutant(
+    'optional_packages_are_imported_from_the_current_folder',
+    't5x_lite/module_imports.py',
+    '    compat.leave_folders_without(names)',
+    '    pass',
+    'tests/test_configurable_names.py::test_the_current_folder_is_searched_for_allowed_modules',
+  ),
+  Mutant(
     'an_outer_binding_of_a_subclass_loses_to_an_inner_one_of_its_base',
     't5x_lite/configuration/inheritance.py',
     'for outer in _outer_scopes(scope)):',
