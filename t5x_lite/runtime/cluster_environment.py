@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 import os
 import pathlib
-import shlex
 import sys
+
+from t5x_lite import masking
 
 # Values of --distributed.
 MODES = ('auto', 'on', 'off')
@@ -27,11 +28,11 @@ COMMAND = 'T5X_LITE_LAUNCH_COMMAND'
 
 
 def command_line() -> str:
-  """Return the command that starts the run of this process again, for a shell."""
+  """Return the command that starts the run of this process again, for a shell, without its secrets."""
   if os.environ.get(LAUNCHED) == str(os.getppid()) and COMMAND in os.environ:
     return os.environ[COMMAND]
   each = ' # for each process, with its --process_index'
-  return shlex.join(sys.orig_argv) + (
+  return masking.masked_command(sys.orig_argv) + (
     each if any('--process_index' in word for word in sys.orig_argv) else ''
   )
 

@@ -9,7 +9,6 @@ import os
 import pathlib
 import re
 import secrets
-import shlex
 import shutil
 import signal
 import socket
@@ -20,6 +19,7 @@ import time
 from typing import BinaryIO
 
 from t5x_lite import checks
+from t5x_lite import masking
 from t5x_lite.errors import ConfigError
 from t5x_lite.runtime import cluster_environment as names
 from t5x_lite.standard_streams import write_without_waiting
@@ -77,7 +77,7 @@ def launch(
     names.COUNT: str(num_processes),
     names.LAUNCHED: str(os.getpid()),
     names.SECRET: secrets.token_hex(32),
-    names.COMMAND: shlex.join(sys.orig_argv),
+    names.COMMAND: masking.masked_command(sys.orig_argv),
     'PYTHONUNBUFFERED': '1',
   }
   devices = _devices(num_processes, devices_per_process, os.environ)
