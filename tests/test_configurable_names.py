@@ -192,7 +192,10 @@ run = os.system
   'text, needed',
   [
     # These gave access to everything by one line.
-    ('import t5x_lite.apps.launch.command\nX = @t5x_lite.apps.launch.command.run_command()', None),
+    (
+      'from t5x_lite.apps import launch\nX = @launch.launch()\nlaunch.launch.command = ("touch",)',
+      't5x_lite.apps.launch.run',
+    ),
     ('from t5x_lite import cli\nX = @cli.main()\ncli.main.argv = ["launch", "--", "touch"]', None),
     ('from t5x_lite import files\nX = @files.write()\nfiles.write.path = "x"', None),
     ('from t5x_lite import files\nX = @files.remove_tree()', None),
@@ -203,7 +206,7 @@ run = os.system
     ('import t5x_lite.files as data\nX = @data.remove_tree()', 't5x_lite.files'),
     ('from t5x_lite import files\nX = @files.Path.unlink()', 'pathlib'),
     ('from t5x_lite import files\nX = @files.os.PathLike.register()', 'abc'),
-    ('from t5x_lite import cli\nX = @cli.logging.config.dictConfig()', 'logging.config'),
+    ('from t5x_lite import cli\nX = @cli.logging.FileHandler()', 'logging'),
     ('from t5x_lite.optimizers import base\nX = @base.__loader__.get_data()', None),
     ('from t5x_lite.data import config\nX = @config.DatasetConfig.mro()', 'builtins'),
     (

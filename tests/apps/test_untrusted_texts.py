@@ -13,6 +13,7 @@ import pytest
 from moe import __main__ as moe_main
 from t5x_lite import cli
 from t5x_lite import json_lines
+from t5x_lite.checkpoints import lease
 from t5x_lite.errors import CheckpointError, did_you_mean
 from t5x_lite.formatting import first_names
 from t5x_lite.formatting import format_table
@@ -134,6 +135,9 @@ def test_names_in_a_configuration(tmp_path, capsys, flag):
 
 
 def test_messages_of_other_processes():
+  content = json.dumps({'pid': _EVIL, 'host': _EVIL, 'since': _EVIL})  # of a lock
+  assert _QUOTED in lease.holder_name(content)
+  _check(lease.holder_name(content))
   failure = Failure.from_message({'process': 1, 'status': 75, 'error': _EVIL, 'phase': _EVIL})
   _check(str(failure))
   assert _QUOTED in str(failure)
