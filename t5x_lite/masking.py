@@ -53,6 +53,13 @@ def _words(name: str) -> list[str]:
   return [word.lower() for word in _WORDS.findall(name)]
 
 
+def masked_value(name: str, value: str) -> str:
+  """Return the text of a value, or a mask if the name of its option is that of a secret."""
+  if is_secret_name(name) and not _is_plain(name, value):
+    return MASK
+  return value
+
+
 def masked_words(words: Sequence[str]) -> list[str]:
   """Return the words of a command line with a mask instead of each secret."""
   result = []
@@ -93,7 +100,7 @@ def _masked_word(word: str) -> str:
   head, equals, value = word.partition('=')
   if equals and head in _TEXT_FLAGS:
     return f'{head}={_masked_word(value)}'
-  if equals and is_secret_name(head) and not _is_plain(head, value):
+  if equals and masked_value(head, value) != value:
     return f'{head}={MASK}'
   word = _ITEM.sub(_masked_item, word)
   word = _QUERY.sub(_masked_item, word)
@@ -103,9 +110,7 @@ def _masked_word(word: str) -> str:
 def _masked_item(match: re.Match[str]) -> str:
   name, separator, *quotes, value = match.groups()
   quote = ''.join(quotes)
-  if not is_secret_name(name) or _is_plain(name, value):
-    return match[0]
-  return f'{name}{separator}{quote}{MASK}{quote}'
+  return f'{name}{separator}{quote}{masked_value(name, value)}{quote}'
 
 
 def _is_plain(name: str, value: str) -> bool:

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from t5x_lite import cli
+from t5x_lite import gin_utils
 from t5x_lite import masking
 from t5x_lite import runtime
 
@@ -99,3 +100,21 @@ def test_an_error_that_repeats_the_value_of_a_flag(tmp_path, capsys):
   assert cli.main([*argv, '--gin.HUB_TOKEN="hf_1234567']) == 2
   err = capsys.readouterr().err
   assert err.count('error:') == 3 and 'hf_1234567' not in err
+
+
+def test_recorded_settings(tmp_path, monkeypatch):
+  (tmp_path / 'mine_for_masking.py').write_text("def run(api_key='', url='', num_tokens=1): ...\n")
+  (tmp_path / 'a.gin').write_text(
+    'from __gin__ import dynamic_registration\n'
+    'import mine_for_masking as mine\n'
+    "mine.run.api_key = 'a'\n"
+    "mine.run.url = 's3://me:a@host'\n"
+    'mine.run.num_tokens = 2\n'
+  )
+  monkeypatch.syspath_prepend(tmp_path)
+  configuration = gin_utils.load('mine_for_masking.run', gin_utils.read([str(tmp_path / 'a.gin')]))
+  assert configuration.settings(['jax']) == {
+    'mine.run.api_key': '***',
+    'mine.run.url': "'s3://me:***@host'",
+    'mine.run.num_tokens': '2',
+  }
