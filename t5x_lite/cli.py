@@ -24,12 +24,15 @@ import warnings
 import t5x_lite
 from t5x_lite import cli_flags
 from t5x_lite import compat
+from t5x_lite import masking
 from t5x_lite import runtime
 from t5x_lite import standard_streams
 from t5x_lite.apps.commands import COMMANDS
 from t5x_lite.apps.common.flags import Command
 from t5x_lite.errors import ConfigError, ExitCode, StoppedOnSignalError, did_you_mean
 from t5x_lite.formatting import capitalized
+from t5x_lite.formatting import printable
+from t5x_lite.formatting import show
 
 # Third-party packages with log lines at start-up that users do not need; errors are still shown.
 _NOISY_LOGGERS = (
@@ -152,7 +155,7 @@ def main(argv: Sequence[str] | None = None, program: Program = T5X_LITE) -> int:
   # Standard error never has results; commands without results on standard output protect that too.
   with standard_streams.lossy_output('stderr'):
     try:
-      with _plain_messages() as handler, _interrupts_that_are_not_lost():
+      with _plain_messages(argv) as handler, _interrupts_that_are_not_lost():
         status = int(_run(argv, program, handler))
       if sys.stdout is not None:
         sys.stdout.flush()  # A result that cannot be written is an error.
@@ -185,7 +188,7 @@ def _report_in_cluster(error: BaseException) -> int | None:
     return None
   if isinstance(error, StoppedOnSignalError) and monitor.stops.has_agreed:
     if monitor.process == 0:
-      print(monitor.describe_fn(error)[0], file=sys.stderr)
+      show(monitor.describe_fn(error)[0], file=sys.stderr)
     return int(error.exit_code)
   return monitor.report(error).status
 
@@ -211,7 +214,7 @@ def _describe(
     return message, ExitCode.ERROR
   if not _shows_tracebacks(argv):
     trace = ''
-  return f'{trace}{who}{report.message}', int(report.exit_code)
+  return masking.masked_text(f'{trace}{who}{report.message}', argv), int(report.exit_code)
 
 
 @contextlib.contextmanager
@@ -299,7 +302,7 @@ def run_program(may_restart: bool = False) -> NoReturn:
   try:
     status = main()
   except Exception:  # An error of this package's code.
-    traceback.print_exc()
+    show(traceback.format_exc().rstrip('\n'), file=sys.stderr)
     status = 1
   if 't5x_lite.runtime.cluster' in sys.modules:
     sys.modules['t5x_lite.runtime.cluster'].end(status)
@@ -325,8 +328,10 @@ def _report(error: Exception, argv: Sequence[str], program: Program) -> int | No
   if report is None:
     return None
   if _shows_tracebacks(argv):
-    traceback.print_exc()
-  print(f'{program.name}: {report.message}', file=sys.stderr)
+    trace = traceback.format_exc().rstrip('\n')
+    show(masking.masked_text(trace, argv), file=sys.stderr)
+  message = masking.masked_text(report.message, argv)
+  show(f'{program.name}: {message}', file=sys.stderr)
   return int(report.exit_code)
 
 
@@ -363,7 +368,7 @@ def _run(argv: Sequence[str], program: Program, handler: logging.Handler) -> int
   arguments.describe_error = lambda process, error: _describe(process, error, argv, program)
   with contextlib.ExitStack() as stack:
     if getattr(arguments, 'log_dir', None):
-      stack.enter_context(_log_file(arguments.log_dir, arguments.command, loggers))
+      stack.enter_context(_log_file(arguments.log_dir, arguments.command, loggers, argv))
     if arguments.log_level == 'debug':
       stack.enter_context(runtime.log_compilations())
     return program.commands[arguments.command].run(arguments)
@@ -529,10 +534,13 @@ def _parser(argv: Sequence[str], program: Program) -> argparse.ArgumentParser:
 
 
 @contextlib.contextmanager
-def _plain_messages() -> Iterator[logging.Handler]:
+def _plain_messages(argv: Sequence[str]) -> Iterator[logging.Handler]:
   """Show log lines and warnings of this package as plain lines, and suppress those of third parties.
 
   Environment variables of the user are kept. Afterwards, logging and warnings are as before.
+
+  Args:
+    argv: command line, whose secrets are masked.
 
   Yields:
     The handler that writes the log lines to standard error.
@@ -540,7 +548,7 @@ def _plain_messages() -> Iterator[logging.Handler]:
   for name, value in _QUIET_ENVIRONMENT.items():
     os.environ.setdefault(name, value)
   handler = logging.StreamHandler()
-  handler.setFormatter(_Formatter())
+  handler.setFormatter(_Formatter(argv))
   ours = _our_loggers()
   propagated = [logger.propagate for logger in ours]
   levels = _logger_levels()
@@ -594,8 +602,12 @@ def _set_log(handler: logging.Handler, arguments: argparse.Namespace) -> list[lo
 
 
 @contextlib.contextmanager
-def _log_file(folder: str, command: str, loggers: Sequence[logging.Logger]) -> Iterator[None]:
+def _log_file(
+  folder: str, command: str, loggers: Sequence[logging.Logger], argv: Sequence[str]
+) -> Iterator[None]:
   """Also write log lines, and the exception that ends the command, to a file in `folder` for each process.
+
+  Secrets of the command line `argv` are masked.
 
   Raises:
     ConfigError: the file cannot be written.
@@ -614,7 +626,7 @@ def _log_file(folder: str, command: str, loggers: Sequence[logging.Logger]) -> I
       f'{error.strerror or error}.'
     ) from error
   handler.setFormatter(
-    logging.Formatter('%(asctime)s %(levelname)s %(filename)s:%(lineno)d] %(message)s')
+    _PrintableFormatter(argv, '%(asctime)s %(levelname)s %(filename)s:%(lineno)d] %(message)s')
   )
   for logger in loggers:
     logger.addHandler(handler)
@@ -650,7 +662,20 @@ def _logger_levels() -> dict[str, int]:
   }
 
 
-class _Formatter(logging.Formatter):
+class _PrintableFormatter(logging.Formatter):
+  """Escapes control characters in records, whose texts may come from files and processes, and masks secrets."""
+
+  def __init__(self, argv: Sequence[str], layout: str | None = None):
+    """Store the command line, whose secrets are masked, and the layout of a line."""
+    super().__init__(layout)
+    self._argv = argv
+
+  def format(self, record: logging.LogRecord) -> str:
+    """See base class."""
+    return printable(masking.masked_text(super().format(record), self._argv), keeps_lines=True)
+
+
+class _Formatter(_PrintableFormatter):
   """Formats records as plain lines; warnings and errors have their level in front.
 
   In a run, `runtime.Progress` sets the attribute `prefix` of records.

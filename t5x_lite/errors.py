@@ -12,6 +12,8 @@ import pathlib
 import re
 from typing import Any
 
+from t5x_lite.formatting import printable
+
 
 class ExitCode(enum.IntEnum):
   """Exit status of every t5x_lite command."""
@@ -204,7 +206,9 @@ def did_you_mean(name: str, candidates: Iterable[str], *, lists_all: bool = True
     return f' Did you mean {lowered[close[0]]!r}?'
   if not lists_all:
     return ''
-  shown = ', '.join(names[:20]) + (', ...' if len(names) > 20 else '')
+  shown = ', '.join(map(printable, names[:20]))
+  if len(names) > 20:
+    shown += ', ...'
   return f' Known names: {shown}.'
 
 

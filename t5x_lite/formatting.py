@@ -4,10 +4,13 @@ from collections.abc import Iterable, Sequence
 import itertools
 import math
 import re
-from typing import Any
+from typing import Any, TextIO
+import unicodedata
 
 # Number at the end of a component of a name, such as that of a layer.
 _NUMBER = re.compile(r'(?<=_)\d+(?=/|$)')
+# Format characters that scripts and emoji are written with.
+_JOINERS = '\u200c\u200d'
 # Maximum number of characters of a table cell with user text.
 _MAX_CELL = 56
 
@@ -102,13 +105,13 @@ def short_repr(value: Any, limit: int = 60) -> str:
 
 
 def first_names(names: Sequence[str], limit: int = 3) -> str:
-  """Return the first names, and the number of the others.
+  """Return the first names, each on one line, and the number of the others.
 
   >>> first_names(['a', 'b', 'c', 'd', 'e'])
   'a, b, c and 2 more'
   """
   more = len(names) - limit
-  text = ', '.join(names[:limit])
+  text = ', '.join(map(printable, names[:limit]))
   if more > 0:
     text += f' and {more} more'
   return text
@@ -121,7 +124,7 @@ def group_names(names: Iterable[str]) -> list[str]:
   ['a/layers_{0-1,3}/w (3)', 'b']
   """
   groups: dict[str, list[list[int]]] = {}
-  for name in names:
+  for name in map(printable, names):
     key = _NUMBER.sub('#', name)
     groups.setdefault(key, []).append([int(number) for number in _NUMBER.findall(name)])
   found = []
@@ -153,6 +156,7 @@ def format_table(lines: Sequence[Sequence[str]], right_aligned: Iterable[str] = 
     right_aligned: headings of right-aligned columns.
   """
   right = set(right_aligned)
+  lines = [[printable(cell) for cell in line] for line in lines]
   widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
 
   def render(line):
@@ -168,23 +172,44 @@ def format_table(lines: Sequence[Sequence[str]], right_aligned: Iterable[str] = 
   return '\n'.join([render(lines[0]), rule, *map(render, lines[1:])])
 
 
-def printable(text: str) -> str:
-  r"""Return a text on one line, with escapes for characters that cannot be printed.
+def printable(text: str, *, keeps_lines: bool = False) -> str:
+  r"""Return a text with escapes for all characters that are not shown as themselves.
 
-  Control characters would move the cursor and break a table; a lone surrogate cannot be printed at all.
+  Names, messages and texts of files and other processes are untrusted. Control characters would move the cursor, change
+  the terminal or begin a line that seems to be another message; bidirectional controls change the order of what is
+  read; a lone surrogate cannot be printed at all. All other Unicode stays, with joiners and wide spaces.
 
-  >>> printable('a\tb')
-  'a\\tb'
+  Args:
+    text: the text.
+    keeps_lines: keep line breaks and tabs, for a text whose untrusted parts are already on one line.
+
+  >>> printable('a\tb'), printable('\x1b[2J \u202e\x9b é\n')
+  ('a\\tb', '\\x1b[2J \\u202e\\x9b é\\n')
   """
   if text.isprintable():
     return text
-  characters = []
-  for c in text:
-    if c.isprintable():
-      characters.append(c)
-    else:
-      characters.append(c.encode('unicode_escape').decode('ascii'))
-  return ''.join(characters)
+  return ''.join(c if _is_shown(c, keeps_lines) else _escaped(c) for c in text)
+
+
+def _is_shown(c: str, keeps_lines: bool) -> bool:
+  if keeps_lines and c in '\n\t':
+    return True
+  return c.isprintable() or c in _JOINERS or unicodedata.category(c) == 'Zs'
+
+
+def _escaped(c: str) -> str:
+  return c.encode('unicode_escape').decode('ascii')
+
+
+def show(text: str, *, file: TextIO | None = None, flush: bool = False) -> None:
+  """Print lines, as `print` does, with escapes for control characters; see `printable`.
+
+  Args:
+    text: the lines.
+    file: output stream; default: standard output.
+    flush: whether to flush the stream.
+  """
+  print(printable(text, keeps_lines=True), file=file, flush=flush)
 
 
 def format_cell(value: Any) -> str:

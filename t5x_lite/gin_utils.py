@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import logging
 import re
+import sys
 from typing import Any, NoReturn, Protocol
 
 import gin
@@ -18,6 +19,7 @@ from gin import config as gin_config
 
 from t5x_lite import checks
 from t5x_lite import files
+from t5x_lite import masking
 from t5x_lite.compat import names as t5x_names
 from t5x_lite.configuration import binding as gin_apply
 from t5x_lite.configuration import checks as gin_check
@@ -75,7 +77,7 @@ class Configuration:
   locations: Mapping[gin_check.Key, gin_syntax.Location] = dataclasses.field(default_factory=dict)
 
   def settings(self, left_out: Sequence[str]) -> dict[str, str]:
-    """Return the values of all bindings that the entry point reaches, as text by name.
+    """Return the values of all bindings that the entry point reaches, as text by name, for records: without secrets.
 
     Args:
       left_out: prefixes of modules whose bindings are omitted.
@@ -85,7 +87,8 @@ class Configuration:
       if use.configurable.wrapped.__module__.startswith(tuple(left_out)):
         continue
       for parameter, key in use.bound.items():
-        values[f'{use.name}.{parameter}'] = repr(_value_of(key))
+        value = masking.masked_value(parameter, repr(_value_of(key)))
+        values[f'{use.name}.{parameter}'] = masking.masked_text(value, sys.orig_argv)
     return values
 
   def arguments_of(self, cls: type) -> list[dict[str, Any]]:

@@ -10,8 +10,17 @@ import numpy as np
 
 from t5x_lite import files
 
-# Line breaks for Python and other programs that JSON strings may contain.
-_LINE_BREAKS = str.maketrans({c: f'\\u{ord(c):04x}' for c in '\x85\u2028\u2029'})
+# Characters that JSON strings may contain, but that are line breaks for Python and other programs, or that control the
+# terminal or the direction of texts.
+_CONTROLS = (
+  *range(0x7F, 0xA0),
+  0x061C,
+  0x200E,
+  0x200F,
+  *range(0x2028, 0x202F),
+  *range(0x2066, 0x206A),
+)
+_ESCAPES = {code: f'\\u{code:04x}' for code in _CONTROLS}
 
 
 class JsonEncoder(json.JSONEncoder):
@@ -45,7 +54,7 @@ def to_line(row: Mapping[str, Any], **options: Any) -> str:
     text.encode('utf-8')
   except UnicodeEncodeError:  # Half of a surrogate pair in user data.
     text = json.dumps(row, **{**options, 'ensure_ascii': True})
-  return text.translate(_LINE_BREAKS) + '\n'
+  return text.translate(_ESCAPES) + '\n'
 
 
 def read(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any] | None]]:

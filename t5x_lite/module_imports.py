@@ -1,7 +1,8 @@
 """Restriction of the modules that a configuration may import.
 
-A gin file, and thus the config.gin of a run, names modules to import and functions to call. The restriction protects
-against surprises and is not a sandbox: an allowed module can execute any code.
+A gin file, and thus the config.gin of a run, names modules to import and functions to call. With a restriction, it can
+call only what recipes need (`configurable_names`) and what the allowed modules define. This protects against surprises
+and is not a sandbox: an allowed module can execute any code.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 from t5x_lite import checks
 from t5x_lite import compat
+from t5x_lite import configurable_names
 from t5x_lite.compat import names as t5x_names
 from t5x_lite.compat import views as t5x_views
 from t5x_lite.errors import ConfigError
@@ -25,8 +27,6 @@ from t5x_lite.errors import ConfigError
 _logger = logging.getLogger(__name__)
 
 TRUSTED = ('jax', 'flax', 'optax', 'seqio', 't5x_lite', 'moe')
-# Packages in which objects of the trusted packages, and of gin, are defined.
-_HOMES = (*TRUSTED, 'jaxlib', 'ml_dtypes', 'gin')
 # Packages that do not import TensorFlow; `data.seqio_import` calls `import_triton_first` itself.
 _WITHOUT_TENSORFLOW = ('jax', 'flax', 'optax', 't5x_lite', 'moe')
 
@@ -36,6 +36,8 @@ _logged: set[str] = set()
 
 def restrict(allowed: str | None) -> None:
   """Set the modules that configurations of this process may import in addition to the trusted ones.
+
+  With a restriction, modules in the current folder are only found if one of the names is there.
 
   Args:
     allowed: names separated by commas, each including its submodules; '' for none, None for any module.
@@ -53,6 +55,8 @@ def restrict(allowed: str | None) -> None:
       raise checks.invalid('', '--allowed_modules', 'names of modules, separated by commas', name)
   _allowed = names
   _logged.clear()
+  if names is not None:
+    compat.leave_folders_without(names)
 
 
 def check_import(module: str, where: str) -> None:
@@ -67,31 +71,39 @@ def check_import(module: str, where: str) -> None:
   """
   if _is_in(module, TRUSTED):
     return
-  _check_allowed(module, (), f'{where}: `--allowed_modules` must contain {module!r} to import it')
+  _check_allowed(module, f'{where}: `--allowed_modules` must contain {module!r} to import it')
   if module not in _logged and exists(module.partition('.')[0]):
     _logged.add(module)
     _logger.info('%s: importing %s, which runs its code.', where, module)
 
 
-def check_configurable(wrapped: Any, name: str, where: str) -> None:
-  """Raise if an allowed module gives access to a function or class that is defined outside of the allowed modules.
+def check_configurable(found: Any, name: str, where: str, *, is_called: bool = False) -> None:
+  """Raise if modules are restricted, and recipes do not need a function or class, nor does an allowed module define it.
 
   Args:
-    wrapped: the function or class.
+    found: the function or class.
     name: its name in the configuration.
     where: see `check_import`.
+    is_called: whether the configuration calls it to make a value.
 
   Raises:
-    ConfigError: modules are restricted, and it is defined in another one.
+    ConfigError: it is not allowed.
   """
-  home = getattr(wrapped, '__module__', None) or type(wrapped).__module__
+  if _allowed is None or configurable_names.is_listed(found, is_called=is_called):
+    return
+  home = getattr(found, '__module__', None)
+  if not isinstance(home, str):  # of a method of a builtin type
+    home = type(found).__module__
+  use = ''
+  if is_called and configurable_names.is_listed(found, is_called=False):
+    use = ', to call it in a value'
   _check_allowed(
-    home, _HOMES, f'{where}: `--allowed_modules` must contain {home!r}, where {name} is defined'
+    home, f'{where}: `--allowed_modules` must contain {home!r}, where {name} is defined{use}'
   )
 
 
-def _check_allowed(module: str, trusted: Sequence[str], expectation: str) -> None:
-  if _allowed is not None and not _is_in(module, (*trusted, *_allowed)):
+def _check_allowed(module: str, expectation: str) -> None:
+  if _allowed is not None and not _is_in(module, _allowed):
     raise ConfigError(f'{expectation}, got {",".join(_allowed)!r}. Add it if you trust its code.')
 
 

@@ -5,6 +5,7 @@ import argparse
 from t5x_lite import checks
 from t5x_lite.apps.common.flags import Command
 from t5x_lite.errors import ConfigError, ExitCode
+from t5x_lite.formatting import show
 
 _BYTES = {'bfloat16': 2, 'float16': 2, 'float32': 4}
 # Feature whose padding the layers of a stack receive.
@@ -125,7 +126,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     text = json.dumps(capacity_plan.as_data(plan), indent=2)
     files.write(arguments.json, f'{text}\n', durable=False)
-  print(capacity_plan.as_text(plan))
+  show(capacity_plan.as_text(plan))
   return ExitCode.OK
 
 

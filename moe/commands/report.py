@@ -5,6 +5,7 @@ import argparse
 from t5x_lite import files
 from t5x_lite.apps.common.flags import Command
 from t5x_lite.errors import ExitCode
+from t5x_lite.formatting import show
 
 # Folder in the model directory, with one folder for each writer.
 _FOLDER = 'routing_report'
@@ -38,8 +39,8 @@ def _run(arguments: argparse.Namespace) -> int:
     out = arguments.out
   path = report.write(history, out)
   for finding in findings.findings(history, findings.layer_states(history)):
-    print(f'{finding.title}: {finding.text}')
-  print(path)
+    show(f'{finding.title}: {finding.text}')
+  show(str(path))
   return ExitCode.OK
 
 

@@ -5,6 +5,8 @@ import argparse
 from t5x_lite import checks
 from t5x_lite.apps.common.flags import Command
 from t5x_lite.errors import ConfigError, ExitCode
+from t5x_lite.formatting import printable
+from t5x_lite.formatting import show
 
 _DESCRIPTION = """\
 Reads a checkpoint, changes its experts, and writes the result as a checkpoint of the same step in a new model
@@ -171,7 +173,7 @@ def _run(arguments: argparse.Namespace) -> int:
   source = surgery_files.find_checkpoint(arguments.checkpoint)
   shapes = checkpoints.read_shapes(source)
   if arguments.operation == 'show':
-    print(f'{source}:\n{surgery_files.describe(shapes)}')
+    show(f'{source}:\n{surgery_files.describe(shapes)}')
     return ExitCode.OK
   num_experts = surgery.expert_layers(shapes)
   chosen = surgery.chosen_layers(shapes, arguments.layers)
@@ -195,10 +197,10 @@ def _run(arguments: argparse.Namespace) -> int:
       words.append(f'--{name}={value}')
   assert arguments.output is not None  # Required by `_check`.
   written = surgery_files.rewrite(source, arguments.output, change, ' '.join(words))
-  print(f'Wrote {written}:')
+  show(f'Wrote {written}:')
   for layer, number in layers.items():
-    print(f'  {layer}: {number} -> {after[layer]} experts')
-  print(_advice(arguments, len(set(after.values())) > 1))
+    show(f'  {printable(layer)}: {number} -> {after[layer]} experts')
+  show(_advice(arguments, len(set(after.values())) > 1))
   return ExitCode.OK
 
 

@@ -16,6 +16,7 @@ from t5x_lite import files
 from t5x_lite import summaries
 from t5x_lite import tree_utils
 from t5x_lite.checkpoints import discovery
+from t5x_lite.formatting import printable
 
 _logger = logging.getLogger(__name__)
 
@@ -170,4 +171,4 @@ def describe(shapes: Mapping[str, Any]) -> str:
   layers = surgery.expert_layers(shapes)
   if not layers:
     return 'no experts'
-  return '\n'.join(f'  {layer}: {number} experts' for layer, number in layers.items())
+  return '\n'.join(f'  {printable(layer)}: {number} experts' for layer, number in layers.items())

@@ -21,6 +21,7 @@ import uuid
 
 from t5x_lite import errors
 from t5x_lite import files
+from t5x_lite.formatting import printable
 
 if TYPE_CHECKING:
   from t5x_lite import object_store
@@ -241,7 +242,7 @@ def holder_name(content: str | bytes) -> str:
   """Return the process that a lock or lease names, as text."""
   try:
     holder = json.loads(content)
-    return f'process {holder["pid"]} on host {holder["host"]}, since {holder["since"]}'
+    return printable(f'process {holder["pid"]} on host {holder["host"]}, since {holder["since"]}')
   except (ValueError, KeyError, TypeError):
     return 'another process'  # it holds the lock and has not yet written its name
 

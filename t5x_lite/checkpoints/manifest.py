@@ -29,6 +29,7 @@ from t5x_lite import files
 from t5x_lite import multihost
 from t5x_lite import untrusted
 from t5x_lite.checkpoints import discovery
+from t5x_lite.formatting import printable
 
 FORMAT_VERSION = 1
 
@@ -504,7 +505,9 @@ def _find_damage(root: files.Path, manifest: Manifest, *, is_shared: bool = True
     if not problems:
       _verified[str(root)] = before
       return None
-  shown = '; '.join(problems[:3]) + (f'; and {len(problems) - 3} more' if len(problems) > 3 else '')
+  shown = '; '.join(map(printable, problems[:3]))
+  if len(problems) > 3:
+    shown += f'; and {len(problems) - 3} more'
   return f'The checkpoint {str(root)!r} is damaged: {shown}. Restore another checkpoint, or a copy of this one.'
 
 

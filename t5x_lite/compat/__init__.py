@@ -75,6 +75,24 @@ def set_up_process(folder: str = '', *, installs: bool = True) -> None:
       install()
 
 
+def leave_folders_without(modules: Sequence[str]) -> None:
+  """Find no modules in the folders of `set_up_process`, except in those that have one of `modules`.
+
+  A package that is not installed, and that other code imports if it is, would be taken from there.
+
+  Args:
+    modules: full names of modules.
+  """
+  for finder in [finder for finder in sys.meta_path if isinstance(finder, _LastFolder)]:
+    tops = {module.partition('.')[0] for module in modules}
+    if any(finder.find_spec(top) is not None for top in tops):
+      continue
+    sys.meta_path.remove(finder)
+    # `python -m` finds this package itself there in a checkout.
+    if sys.path[-1:] == [finder.folder] and finder.find_spec(__name__.partition('.')[0]) is None:
+      sys.path.pop()
+
+
 class SetUp:
   """The set-up of this process, which a process that unpickles it gets too. Pickle it before objects of users."""
 

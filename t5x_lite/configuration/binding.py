@@ -292,11 +292,18 @@ class _Names(gin_config.ParseContext):
       view = t5x_views.module(root)
     self._symbol_table[name] = view
 
-  def configurable(self, selector: str, location: gin_syntax.Location) -> gin_config.Configurable:
+  def configurable(
+    self, selector: str, location: gin_syntax.Location, *, is_called: bool = False
+  ) -> gin_config.Configurable:
     """Return the configurable of `selector`, as written in the file; register it at its first use.
 
+    Args:
+      selector: the name.
+      location: location of the name.
+      is_called: whether the file calls it to make a value.
+
     Raises:
-      ConfigError: the name is unknown, ambiguous, or not a function or class.
+      ConfigError: the name is unknown, ambiguous, not a function or class, or not allowed.
     """
     symbols = self._symbol_table
     root = selector.partition('.')[0]
@@ -318,7 +325,7 @@ class _Names(gin_config.ParseContext):
     else:
       found = self._at(place)
     self._used.add(found.selector)
-    module_imports.check_configurable(found.wrapped, selector, str(location))
+    module_imports.check_configurable(found.wrapped, selector, str(location), is_called=is_called)
     return found
 
   def _imported(self, selector: str) -> gin_config.Configurable:
@@ -582,7 +589,7 @@ class _Names(gin_config.ParseContext):
       return gin_config.ParserDelegate().macro(value.name)
     if isinstance(value, gin_syntax.Reference):
       *scopes, selector = value.scoped_selector.split('/')
-      configurable = self.configurable(selector, location)
+      configurable = self.configurable(selector, location, is_called=value.evaluate)
       return gin_config.ConfigurableReference(
         '/'.join((*scopes, configurable.selector)), value.evaluate
       )

@@ -13,6 +13,7 @@ import numpy as np
 from t5x_lite import checks
 from t5x_lite.data.interfaces import HostBatch
 from t5x_lite.errors import DataError, did_you_mean
+from t5x_lite.formatting import printable
 
 # Length of a task feature while the lengths of a split are computed: nothing is trimmed.
 UNKNOWN_LENGTH = sys.maxsize
@@ -319,7 +320,8 @@ def check_lengths(
       if feature not in lengths and feature in task_features:
         remedy = f"Add '{feature}': <number of ids>."
       else:
-        remedy = f'{task_name!r} has the features {", ".join(sorted(task_features))}.{did_you_mean(feature, known)}'
+        names = ', '.join(map(printable, sorted(task_features)))
+        remedy = f'{task_name!r} has the features {names}.{did_you_mean(feature, known)}'
       expected = f'a mapping {"with" if feature in required else "without"} the feature {feature!r}'
       raise checks.invalid(
         '', 'task_feature_lengths', f'{expected} for {task_name!r}', dict(lengths), remedy

@@ -15,6 +15,7 @@ from t5x_lite.errors import DataError
 from t5x_lite.evaluation import batching
 from t5x_lite.evaluation import runner
 from t5x_lite.evaluation.config import InferenceEvalConfig
+from t5x_lite.formatting import printable
 from t5x_lite.models import BaseModel
 from t5x_lite.train_state import EvaluationState
 from t5x_lite.types import Batch, PyTree
@@ -66,7 +67,7 @@ class OutputRunner:
           specs.setdefault(key, spec)
     programs = {}
     for (kind, shapes), spec in specs.items():
-      names = ', '.join(task_names[kind, shapes])
+      names = ', '.join(map(printable, task_names[kind, shapes]))
       programs[f'{kind} {_short_shape(shapes)} ({names})'] = functools.partial(
         self._runner.lower, kind, _with_indices(spec), train_state, train_state_axes
       )

@@ -43,7 +43,8 @@ def open_run(
     gin_files: gin files that are read after the run's config.gin and override it; required without one.
     gin_bindings: gin text that is applied last, e.g. 'DROPOUT_RATE = 0.0'.
     allowed_modules: names of modules, separated by commas, that the configuration may import in addition to jax, flax,
-      optax, seqio, t5x_lite and moe; None allows any.
+      optax, seqio, t5x_lite and moe, and whose functions and classes it may name in addition to those that recipes
+      need; None allows any.
     mesh_selector: selector of the run's mesh rules; None detects the hardware.
     **overrides: further arguments of `InteractiveModel`.
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 import contextlib
 import os
 import pathlib
-import shlex
 import sys
 
+from t5x_lite import masking
 from t5x_lite.runtime import xla_options
 
 # Values of --distributed.
@@ -36,7 +36,7 @@ _STEPS_FILE = 'T5X_LITE_LAUNCH_STEPS'
 
 
 def command_line() -> str:
-  """Return the command that starts the run of this process again, for a shell, with the variables that JAX reads."""
+  """Return the command that starts the run of this process again, for a shell, with what JAX reads, without secrets."""
   if os.environ.get(LAUNCHED) == str(os.getppid()) and COMMAND in os.environ:
     return os.environ[COMMAND]
   command = own_command_line()
@@ -46,15 +46,18 @@ def command_line() -> str:
 
 
 def own_command_line() -> str:
-  """Return the command of this process, for a shell, with the variables that change what JAX computes and where."""
+  """Return the command of this process, for a shell, with the variables that change what JAX computes and where.
+
+  Secrets are masked.
+  """
   variables = []
   for name, value in sorted(os.environ.items()):
     if name == 'XLA_FLAGS':
       value = value.replace(xla_options.FAST_COMPILATION_FLAG, '').strip()
     is_read = name in _VARIABLES or name.startswith('JAX_')
     if is_read and value and name not in _PLACES:
-      variables.append(f'{name}={shlex.quote(value)}')
-  return ' '.join([*variables, shlex.join(sys.orig_argv)])
+      variables.append(f'{name}={shlex.quote(masking.masked_value(name, value))}')
+  return ' '.join([*variables, masking.masked_command(sys.orig_argv)])
 
 
 class StepsFile:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import logging
 import os
-import shlex
 import socket
 import sys
 import threading
@@ -19,6 +18,7 @@ import jax
 
 import t5x_lite
 from t5x_lite import files
+from t5x_lite import masking
 from t5x_lite.configuration import mesh_rules
 from t5x_lite.errors import NonFiniteMetricError, StoppedOnSignalError
 from t5x_lite.runtime import goodput
@@ -106,7 +106,7 @@ class EventLog(contextlib.AbstractContextManager):
       version=t5x_lite.__version__,
       num_processes=jax.process_count(),
       hardware=mesh_rules.detected_selector(),
-      command=shlex.join(sys.orig_argv),
+      command=masking.masked_command(sys.orig_argv),
     )
     return self
 
@@ -313,7 +313,7 @@ class _WarningHandler(logging.Handler):
       'warning',
       level=record.levelname.lower(),
       logger=record.name,
-      message=record.getMessage()[:_MAX_MESSAGE],
+      message=_masked(record.getMessage()),
     )
 
 
@@ -331,7 +331,12 @@ def _cause(error: BaseException | None) -> dict[str, Any]:
     cause = 'non_finite'
   else:
     cause = 'error'
-  return {'cause': cause, 'error': type(error).__name__, 'message': str(error)[:_MAX_MESSAGE]}
+  return {'cause': cause, 'error': type(error).__name__, 'message': _masked(str(error))}
+
+
+def _masked(message: str) -> str:
+  """Return the beginning of a message, without secrets of the command line."""
+  return masking.masked_text(message, sys.orig_argv)[:_MAX_MESSAGE]
 
 
 def _is_cut(path: files.Path) -> bool:

@@ -26,6 +26,8 @@ from typing import Any, NoReturn
 
 from t5x_lite.errors import ExitCode, StoppedOnSignalError, is_of_other_process
 from t5x_lite.formatting import printable
+from t5x_lite.formatting import show
+from t5x_lite.masking import masked_text
 from t5x_lite.runtime.connections import Caller
 from t5x_lite.runtime.connections import Store
 from t5x_lite.runtime.connections import UnsignedValueError
@@ -202,12 +204,12 @@ class Monitor:
         self._post('lost_connection')
       if is_lost or is_of_other_process(error):
         self._has_failed.wait(_SUSPICIOUS_SILENCE + _CALL_SECONDS)
-    first_line = str(error).partition('\n')[0]
+    first_line = masked_text(str(error).partition('\n')[0], sys.orig_argv)
     failure = self._fail(f'{type(error).__name__}: {first_line}'[:500].rstrip('.'), status)
     if failure.process != self.process:
       self.print_reason()
     elif self._prints_first():
-      print(text, file=sys.stderr, flush=True)
+      show(text, file=sys.stderr, flush=True)
     return failure
 
   def _prints_first(self) -> bool:

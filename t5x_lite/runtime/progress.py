@@ -11,6 +11,8 @@ from typing import TextIO
 
 from t5x_lite.formatting import format_duration
 from t5x_lite.formatting import format_number
+from t5x_lite.formatting import printable
+from t5x_lite.formatting import show
 
 # Seconds between two updates of the line on a terminal.
 _REDRAW_SECONDS = 0.2
@@ -154,7 +156,7 @@ class Progress:
       return
     line = self._line
     self.clear()
-    print(self.prefix(text) + text, file=self._stream, flush=True)
+    show(self.prefix(text) + text, file=self._stream, flush=True)
     if line:
       self._draw(line, keep=False)
 
@@ -214,11 +216,11 @@ class Progress:
 
   def _draw(self, line: str, keep: bool) -> None:
     if not self._in_place:
-      print(self.prefix(line) + line, file=self._stream, flush=True)
+      show(self.prefix(line) + line, file=self._stream, flush=True)
       return
     if keep:
       line = self.prefix(line) + line
-    shown = line
+    shown = line = printable(line)
     columns = shutil.get_terminal_size().columns
     if len(line) >= columns:
       shown = line[: max(columns - 2, 0)] + '…'

@@ -5,6 +5,8 @@ import sys
 import threading
 import traceback
 
+from t5x_lite.formatting import show
+
 # Writing to a pipe without a reader blocks; the caller must not wait longer than this.
 _WRITE_SECONDS = 10.0
 
@@ -37,7 +39,7 @@ def print_stacks(message: str) -> None:
   def write() -> None:
     # Output that cannot be written is dropped, see `standard_streams`.
     with contextlib.suppress(Exception):
-      print(text, file=sys.stderr, flush=True)
+      show(text, file=sys.stderr, flush=True)
 
   # In a thread, since another thread may hold the lock of the stream while it waits for the reader.
   writer = threading.Thread(target=write, name='print_stacks', daemon=True)

@@ -4,6 +4,62 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'events_record_the_secrets_of_the_command_line',
+    't5x_lite/runtime/event_log.py',
+    '      command=masking.masked_command(sys.orig_argv),',
+    "      command=' '.join(sys.orig_argv),",
+    'tests/test_masking.py::test_records_and_commands_to_resume',
+  ),
+  Mutant(
+    'numbers_are_no_passwords',
+    't5x_lite/masking.py',
+    '  return all(map(_MAY_BE_PLAIN.fullmatch, words))',
+    '  return any(words)',
+    'tests/test_masking.py::test_masked',
+  ),
+  Mutant(
+    'log_lines_control_the_terminal',
+    't5x_lite/cli.py',
+    '    return printable(masking.masked_text(super().format(record), self._argv), keeps_lines=True)',
+    '    return masking.masked_text(super().format(record), self._argv)',
+    'tests/apps/test_untrusted_texts.py::test_log_lines_and_exceptions_of_any_library',
+  ),
+  Mutant(
+    'errors_control_the_terminal',
+    't5x_lite/cli.py',
+    "  show(f'{program.name}: {message}', file=sys.stderr)",
+    "  print(f'{program.name}: {message}', file=sys.stderr)",
+    'tests/apps/test_untrusted_texts.py::test_names_in_a_configuration',
+  ),
+  Mutant(
+    'names_in_tables_begin_lines',
+    't5x_lite/formatting.py',
+    '[[printable(cell) for cell in line] for line in lines]',
+    '[[printable(cell, keeps_lines=True) for cell in line] for line in lines]',
+    'tests/apps/test_untrusted_texts.py::test_lists_and_tables_of_names_quote_them',
+  ),
+  Mutant(
+    'the_module_of_an_object_is_trusted_instead_of_the_object',
+    't5x_lite/configurable_names.py',
+    '    _object(module, name) is found\n',
+    "    getattr(found, '__module__', None) == module\n",
+    'tests/test_configurable_names.py::test_an_object_does_not_pretend_to_be_a_listed_one',
+  ),
+  Mutant(
+    'functions_that_write_may_be_called_in_values',
+    't5x_lite/configuration/binding.py',
+    'self.configurable(selector, location, is_called=value.evaluate)',
+    'self.configurable(selector, location)',
+    'tests/test_configurable_names.py::test_attacks',
+  ),
+  Mutant(
+    'optional_packages_are_imported_from_the_current_folder',
+    't5x_lite/module_imports.py',
+    '    compat.leave_folders_without(names)',
+    '    pass',
+    'tests/test_configurable_names.py::test_the_current_folder_is_searched_for_allowed_modules',
+  ),
+  Mutant(
     'an_outer_binding_of_a_subclass_loses_to_an_inner_one_of_its_base',
     't5x_lite/configuration/inheritance.py',
     'for outer in _outer_scopes(scope)):',

@@ -25,6 +25,8 @@ _LAYERS = {
   't5x_lite.random_numbers': 0,
   't5x_lite.untrusted': 0,
   't5x_lite.module_imports': 0,
+  't5x_lite.masking': 0,
+  't5x_lite.configurable_names': 0,
   't5x_lite.lazy_names': 0,
   't5x_lite.layer_stacks': 0,
   't5x_lite.hub': 0,

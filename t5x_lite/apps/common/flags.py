@@ -92,8 +92,8 @@ def add_gin_arguments(
     '--allowed_modules',
     metavar='MODULES',
     help='modules that the configuration may import in addition to jax, flax, optax, seqio, t5x_lite '
-    'and moe, separated by commas. Default: all modules, each with a log line. This is '
-    'not a sandbox',
+    'and moe, separated by commas; it then reaches only what recipes need and what these modules define. '
+    'Default: all modules, each with a log line. This is not a sandbox',
   )
   group.add_argument(
     '--mesh_selector',
@@ -457,8 +457,12 @@ def load_configuration(
   Raises:
     ConfigError: no gin file is given, or the configuration is invalid.
   """
-  from t5x_lite import gin_utils
   from t5x_lite import module_imports
+
+  module_imports.restrict(
+    arguments.allowed_modules
+  )  # Before other imports, which try optional packages.
+  from t5x_lite import gin_utils
   from t5x_lite.configuration import syntax as gin_syntax
 
   if not arguments.gin_file:
@@ -471,7 +475,6 @@ def load_configuration(
     from t5x_lite import runtime
 
     runtime.use_compilation_cache(cache)
-  module_imports.restrict(arguments.allowed_modules)
   flags = []
   bindings = [f'--gin_bindings={text}' for text in arguments.gin_bindings]
   for flag in [*bindings, *arguments.gin_flags]:

@@ -26,6 +26,7 @@ from t5x_lite.formatting import format_bytes
 from t5x_lite.formatting import format_cell
 from t5x_lite.formatting import format_number
 from t5x_lite.formatting import format_table
+from t5x_lite.formatting import printable
 from t5x_lite.types import PyTree
 
 # Shown first, in this order; the others follow by name. Rates, counts and optimizer metrics are only in the files.
@@ -280,7 +281,7 @@ def final_report(model_dir: str, *, bad_steps_in_a_row: int = 0) -> str:
     lines.append(line)
   metrics_files = summaries.metrics_files(root)
   if metrics_files:
-    folders = ', '.join(f'{name}/' for name in metrics_files)
+    folders = ', '.join(f'{printable(name)}/' for name in metrics_files)
     lines.append(f'  metrics           {folders} (TensorBoard events and metrics.jsonl)')
   for name in ('config.gin', 'model-info.txt'):
     if (root / name).exists():

@@ -6,6 +6,7 @@ import decimal
 import re
 
 from t5x_lite.errors import ExitCode
+from t5x_lite.formatting import show
 
 _DESCRIPTION = """\
 Convert weights between formats, one tensor at a time: memory for a few of the largest tensors is enough. Nothing is
@@ -139,5 +140,5 @@ def run_command(arguments: argparse.Namespace) -> int:
     )
   finally:
     progress.clear()
-  print(convert_report.describe(done))
+  show(convert_report.describe(done))
   return ExitCode.OK

@@ -11,6 +11,7 @@ from t5x_lite.apps.common.flags import prepend_run_file
 from t5x_lite.apps.common.runs import FoundRun
 from t5x_lite.apps.common.runs import resolve_run
 from t5x_lite.errors import ConfigError, ExitCode
+from t5x_lite.formatting import show
 
 _RUN_FILE = 'runs/eval.gin'
 # Values of required macros that do not affect evaluation.
@@ -83,7 +84,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     from t5x_lite import multihost
 
     if multihost.is_lead():
-      print(configuration.text)
+      show(configuration.text)
   configuration.call(dry_run=arguments.dry_run, settings=configuration.settings(_NOT_SETTINGS))
   return ExitCode.OK
 

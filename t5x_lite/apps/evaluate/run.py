@@ -40,6 +40,7 @@ from t5x_lite.checkpoints import builders
 from t5x_lite.errors import CheckpointDamagedError, ConfigError, StoppedOnSignalError, did_you_mean
 from t5x_lite.evaluation import InferenceEvaluator
 from t5x_lite.formatting import format_number
+from t5x_lite.formatting import show
 
 # T5X's names.
 __all__ = ['InferenceEvaluator', 'evaluate']
@@ -220,7 +221,7 @@ def evaluate(
     progress.clear()
     if cfg.dry_run:
       if multihost.is_lead():
-        print(todo.describe(evaluations.num_batches, cfg.output_dir))
+        show(todo.describe(evaluations.num_batches, cfg.output_dir))
       return record.results
     if cfg.summarize_config_fn is not None and multihost.is_lead():
       cfg.summarize_config_fn(cfg.output_dir, None, 0)
@@ -459,12 +460,12 @@ def _print_results(
   cfg: EvaluateConfig, record: eval_record.EvalRecord, tasks: Mapping[str, Sequence[str]]
 ) -> None:
   results = record.results
-  print(report.format_evaluations(results, tasks), flush=True)
+  show(report.format_evaluations(results, tasks), flush=True)
   metric = cfg.best_metric
   best = _best(cfg, record)
   if metric is not None and best is not None:
-    print(
+    show(
       f'\nBest by {metric} ({cfg.best_metric_mode}): step {best:,}, '
       f'{format_number(results[best][metric])}, {record.path(best)}'
     )
-  print(f'\nResults are in {cfg.output_dir}.', flush=True)
+  show(f'\nResults are in {cfg.output_dir}.', flush=True)

@@ -10,6 +10,7 @@ from t5x_lite.apps.common.flags import load_configuration
 from t5x_lite.apps.common.flags import prepend_run_file
 from t5x_lite.apps.common.runs import resolve_run
 from t5x_lite.errors import ConfigError, ExitCode
+from t5x_lite.formatting import show
 
 _RUN_FILE = 'runs/export.gin'
 # Values of required macros that do not affect an export.
@@ -73,5 +74,5 @@ def run_command(arguments: argparse.Namespace) -> int:
   folder = configuration.call(**flags)
   from t5x_lite.apps.export import run as export
 
-  print(export.describe(folder))
+  show(export.describe(folder))
   return ExitCode.OK

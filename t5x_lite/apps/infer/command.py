@@ -20,6 +20,7 @@ from t5x_lite.apps.common.flags import load_configuration
 from t5x_lite.apps.common.flags import prepend_run_file
 from t5x_lite.apps.common.runs import resolve_run
 from t5x_lite.errors import ConfigError, ExitCode
+from t5x_lite.formatting import show
 
 _RUN_FILE = 'runs/infer.gin'
 _STANDARD = '-'
@@ -125,7 +126,7 @@ def run_command(arguments: argparse.Namespace) -> int:
       with open(path, encoding='utf-8', newline='') as results:
         shutil.copyfileobj(results, out)
       out.flush()
-      print(report.getvalue().replace(path, 'standard output'), end='', file=sys.stderr)
+      show(report.getvalue().replace(path, 'standard output').rstrip('\n'), file=sys.stderr)
   return ExitCode.OK
 
 

@@ -42,6 +42,7 @@ from t5x_lite.apps.infer.report import Outcome
 from t5x_lite.apps.infer.store import ShardStore
 from t5x_lite.apps.infer.store import num_shard_examples
 from t5x_lite.errors import ConfigError, StoppedOnSignalError, of_other_process
+from t5x_lite.formatting import show
 
 # T5X's names.
 __all__ = [
@@ -267,7 +268,7 @@ def infer(
     progress.clear()
     if not is_lead:
       return []
-    print(infer_report.final_report(outcomes), flush=True)
+    show(infer_report.final_report(outcomes), flush=True)
     return [str(outcome.file or outcome.paths.shard_folder) for outcome in outcomes]
 
 

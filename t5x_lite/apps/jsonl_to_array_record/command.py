@@ -3,6 +3,7 @@
 import argparse
 
 from t5x_lite.errors import ExitCode
+from t5x_lite.formatting import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,5 +21,5 @@ def run_command(arguments: argparse.Namespace) -> int:
 
   lines = records.JsonLines(arguments.inputs)
   num_records = grain_records.write_array_records(arguments.output, records.checked_objects(lines))
-  print(f'Wrote {num_records:,} records to {arguments.output}.')
+  show(f'Wrote {num_records:,} records to {arguments.output}.')
   return ExitCode.OK

@@ -3,6 +3,7 @@
 import argparse
 
 from t5x_lite.errors import ExitCode
+from t5x_lite.formatting import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,5 +36,6 @@ def run_command(arguments: argparse.Namespace) -> int:
   """Run the command and return its exit status."""
   from t5x_lite.apps.plot import run as plot
 
-  print(plot.plot(arguments.runs, arguments.out, arguments.metric, from_start=arguments.from_start))
+  path = plot.plot(arguments.runs, arguments.out, arguments.metric, from_start=arguments.from_start)
+  show(str(path))
   return ExitCode.OK

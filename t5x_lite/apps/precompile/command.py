@@ -10,6 +10,7 @@ from t5x_lite.apps.common.flags import binds_model
 from t5x_lite.apps.common.flags import load_configuration
 from t5x_lite.apps.common.flags import simulate_devices
 from t5x_lite.errors import ConfigError, ExitCode
+from t5x_lite.formatting import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,5 +63,5 @@ def run_command(arguments: argparse.Namespace) -> int:
   finally:
     progress.clear()
   if multihost.is_lead():
-    print(precompile.describe(programs, parts['partitioner']))
+    show(precompile.describe(programs, parts['partitioner']))
   return ExitCode.OK

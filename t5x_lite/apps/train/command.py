@@ -6,6 +6,7 @@ from t5x_lite.apps.common.flags import add_gin_arguments
 from t5x_lite.apps.common.flags import add_seqio_arguments
 from t5x_lite.apps.common.flags import load_configuration
 from t5x_lite.errors import ExitCode
+from t5x_lite.formatting import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +37,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     from t5x_lite import multihost
 
     if multihost.is_lead():
-      print(configuration.text)
+      show(configuration.text)
     configuration.call(dry_run=True, **options)
   else:
     configuration.call(**options)

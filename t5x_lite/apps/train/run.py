@@ -50,6 +50,7 @@ from t5x_lite.apps.train.saves import TrainSaves
 from t5x_lite.apps.train.step_log import LogConfig
 from t5x_lite.apps.train.step_log import StepLog
 from t5x_lite.errors import ConfigError, ExitCode, StoppedOnSignalError
+from t5x_lite.formatting import show
 from t5x_lite.runtime import cluster_environment
 from t5x_lite.train_state import TrainState
 
@@ -359,7 +360,7 @@ def train(
         fit=fit,
       )
       if multihost.is_lead():
-        print(text)
+        show(text)
       return first_step, state_shape
 
     # State: restored or new, before anything is written, since a checkpoint may not match. The step compiles meanwhile.
@@ -457,7 +458,7 @@ def train(
       loop.recover()
     step, train_state = loop.end()
     if multihost.is_lead():
-      print(
+      show(
         report.final_report(
           cfg.model_dir, bad_steps_in_a_row=trainer.non_finite.bad_steps_in_a_row
         ),

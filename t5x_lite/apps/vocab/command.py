@@ -8,6 +8,7 @@ from typing import Any
 from t5x_lite import checks
 from t5x_lite import files
 from t5x_lite.errors import ConfigError, ExitCode
+from t5x_lite.formatting import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -169,7 +170,7 @@ def run_command(arguments: argparse.Namespace) -> int:
       sources=[f'{given[0]} {name}' for name in names],
       overwrite=arguments.overwrite,
     )
-    print(vocab.describe_training(trained))
+    show(vocab.describe_training(trained))
   vocabulary = data.SentencePieceVocabulary(arguments.model, arguments.extra_ids)
   for number, (name, by_feature) in enumerate(texts.items()):
     coverage = {
@@ -177,7 +178,7 @@ def run_command(arguments: argparse.Namespace) -> int:
       for feature, found in by_feature.items()
     }
     title = f'{name}, {arguments.split}, in {vocabulary.vocab_size:,} ids'
-    print(('\n' if given or number else '') + vocab_check.describe_coverage(title, coverage))
+    show(('\n' if given or number else '') + vocab_check.describe_coverage(title, coverage))
   return ExitCode.OK
 
 

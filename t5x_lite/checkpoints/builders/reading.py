@@ -23,6 +23,7 @@ from t5x_lite.checkpoints import transforms
 from t5x_lite.checkpoints.builders import base
 from t5x_lite.checkpoints.builders.changing import in_layout_of_model
 from t5x_lite.formatting import first_names
+from t5x_lite.formatting import printable
 
 _AVERAGED = (base.PARAMS, *base.FROM_SCRATCH)
 _COUNT = checks.number(at_least=1, integer=True)
@@ -237,7 +238,7 @@ class Subtree(base.StateBuilder):
       tops = dict.fromkeys(name.split('/')[1] for name in arrays if name.startswith(base.PARAMS))
       raise errors.CheckpointError(
         f'`Subtree.prefix` must be the path of parameters in {self.path or "the state so far"}, got {self.prefix!r}. '
-        f'At the top it has {", ".join(tops) or "no parameters"}.'
+        f'At the top it has {", ".join(map(printable, tops)) or "no parameters"}.'
       )
     part = in_layout_of_model(base.BuiltState(arrays=moved), target)
     if self.path is None:

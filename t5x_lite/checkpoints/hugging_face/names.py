@@ -12,6 +12,7 @@ import numpy as np
 
 from t5x_lite.checkpoints.hugging_face.architecture import Architecture
 from t5x_lite.errors import CheckpointError
+from t5x_lite.formatting import printable
 
 COPY = 'copy'
 TRANSPOSE = 'transpose'
@@ -222,7 +223,7 @@ def describe(rule: TensorRule) -> str:
 def raise_problems(problems: Sequence[str], what: str) -> None:
   """Raise CheckpointError with the first ten of `problems`, if there are any."""
   if problems:
-    shown = '\n  '.join(problems[:10])
+    shown = '\n  '.join(map(printable, problems[:10]))
     if len(problems) > 10:
       more = f'\n  and {len(problems) - 10} more'
     else:

@@ -18,6 +18,7 @@ from t5x_lite import files
 from t5x_lite import untrusted
 from t5x_lite.checkpoints.hugging_face import config_json
 from t5x_lite.errors import CheckpointError
+from t5x_lite.formatting import printable
 
 if TYPE_CHECKING:
   from t5x_lite import object_store
@@ -131,7 +132,7 @@ def _read_header(path: files.Path) -> tuple[dict[str, Any], int, dict[str, Any]]
     remedy = 'Run `git lfs pull` in its folder: it is a pointer of git-lfs.'
   else:
     remedy = 'Download it again, or save the model again with transformers.'
-  raise CheckpointError(f'{path} cannot be read: {problem}. {remedy}')
+  raise CheckpointError(f'{path} cannot be read: {printable(problem)}. {remedy}')
 
 
 def _entry_problem(value: Any) -> str | None:
@@ -290,7 +291,7 @@ class SafetensorsFolder:
 
   def _invalid_index(self, problem: str) -> CheckpointError:
     return CheckpointError(
-      f'{self._path / INDEX_FILE} is invalid: {problem}. Download the folder again.'
+      f'{self._path / INDEX_FILE} is invalid: {printable(problem)}. Download the folder again.'
     )
 
   def _explain_absence(self) -> str:

@@ -19,6 +19,7 @@ from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import tree_utils
 from t5x_lite import untrusted
+from t5x_lite.formatting import printable
 
 FILENAME = 'checkpoint'
 VERSION = 3
@@ -161,7 +162,7 @@ def _stored_array(name: str, spec: Mapping[str, Any], path: files.Path) -> Store
     problem = f'{type(e).__name__}: {e}'
   if problem is not None:
     raise kind(
-      f'The index {str(path)!r} cannot be read: in the spec of {name}, {problem}. {_REMEDY}'
+      f'The index {str(path)!r} cannot be read: in the spec of {name}, {printable(problem)}. {_REMEDY}'
     )
   return StoredArray(
     parts[-1], tuple(shape), np.dtype(jnp.bfloat16) if dtype == np.uint16 else np.dtype(dtype)

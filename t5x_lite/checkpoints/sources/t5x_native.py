@@ -23,6 +23,7 @@ from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import store_io
 from t5x_lite.checkpoints.sources import base
 from t5x_lite.checkpoints.sources import t5x_index
+from t5x_lite.formatting import printable
 
 _COMPRESSOR = {'id': 'gzip', 'level': 1}
 _MAX_CHUNK_BYTES = 64 * 2**20
@@ -81,7 +82,7 @@ class T5xNativeSource(base.StateSource):
     if multihost.any_process(bool(problems)):
       if not problems:
         raise errors.of_other_process(self._damaged('see the message of another process'))
-      shown = '; '.join(problems[:_NUM_PROBLEMS_SHOWN])
+      shown = '; '.join(map(printable, problems[:_NUM_PROBLEMS_SHOWN]))
       more = len(problems) - _NUM_PROBLEMS_SHOWN
       if more > 0:
         shown += f'; and {more} more'

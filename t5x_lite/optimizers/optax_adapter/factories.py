@@ -79,7 +79,7 @@ def wrap_optax_optimizer(
   >>> wrap_optax_optimizer(optax.sgd, takes_learning_rate=True)(momentum=0.9).uses_learning_rate
   True
   """
-  name = _name_of(optax_optimizer)
+  name = _function_of(optax_optimizer).__name__
   parameters = inspect.signature(optax_optimizer).parameters
   if takes_learning_rate and _RATE not in parameters:
     raise ConfigError(
@@ -122,7 +122,7 @@ def _wrap(
     stacking_key_fn: see `OptaxWrapper`.
     scaling: see `wrap_optax_optimizer`.
   """
-  name = name or _name_of(optax_optimizer)
+  name = name or _function_of(optax_optimizer).__name__
   signature, annotations = _wrapped_signature(
     optax_optimizer, takes_learning_rate=owner == 'trainer'
   )
@@ -162,7 +162,8 @@ def _wrap(
     ).wrapper()
 
   wrapped.__name__ = wrapped.__qualname__ = name
-  wrapped.__module__ = __name__
+  # A constructor of a user stays the user's; those of optax are functions of this module.
+  wrapped.__module__ = __name__ if checks_options else _function_of(optax_optimizer).__module__
   wrapped.__doc__ = _without_examples(optax_optimizer)
   # Shown by help() and gin: the constructor's arguments, with None as default of the learning rate.
   wrapped.__annotations__ = {**annotations, 'return': OptaxWrapper}
@@ -171,11 +172,11 @@ def _wrap(
   return wrapped
 
 
-def _name_of(constructor: Callable[..., Any]) -> str:
-  """Return the name of a constructor; for a partial application, of its function (`optax.nadam`: adam)."""
+def _function_of(constructor: Callable[..., Any]) -> Callable[..., Any]:
+  """Return the function of a partial application (`optax.nadam`: adam), and any other constructor unchanged."""
   while isinstance(constructor, functools.partial):
     constructor = constructor.func
-  return constructor.__name__
+  return constructor
 
 
 def _without_examples(constructor: Callable[..., Any]) -> str:
