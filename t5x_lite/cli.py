@@ -8,11 +8,12 @@ exception keeps its traceback.
 """
 
 import argparse
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 import contextlib
 import gc
 import logging
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -391,10 +392,16 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
   """
   if not argv[0].startswith('-') and argv[0] not in program.commands:
     if argv[0] == 'moe' and argv[0] != program.name:
-      hint = f' Did you mean `python -m {" ".join(argv[:3])}`?'
+      hint = f' Did you mean `python -m {shlex.join(argv)}`?'
+    elif argv[0].endswith('.gin'):
+      call = shlex.join([*program.call.split(), 'train', f'--gin_file={argv[0]}', *argv[1:]])
+      hint = f' Did you mean `{call}`?'
     else:
       hint = did_you_mean(argv[0], program.commands)
     raise ConfigError(f'{argv[0]!r} is not a command.{hint}')
+  if argv[0].startswith('--gin') and 'train' in program.commands:
+    call = shlex.join([*program.call.split(), 'train', *argv])
+    raise ConfigError(f'The command is missing. Did you mean `{call}`?')
   command = program.commands.get(argv[0])
   others = []
   passes_on = command is not None and command.passes_on
@@ -426,11 +433,13 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
     )
   incomplete = next((f for f in gin_flags if f.startswith('--gin.') and '=' not in f), None)
   if unknown:
-    problem = _unknown_argument(unknown[0], arguments.command, command.entry is not None, options)
+    problem = _unknown_argument(unknown[0], argv, program, options)
   else:
     problem = ''
   if incomplete is not None:
-    problem = f'{incomplete} requires a value. Write {incomplete}=VALUE.'
+    value = cli_flags.value_after(incomplete, argv) or 'VALUE'
+    complete = cli_flags.gin_flag(incomplete.removeprefix('--gin.'), value)
+    problem = f'{incomplete} requires a value. Write {complete}.'
   elif gin_flags and command.entry is None:
     problem = f'{gin_flags[0]}: {arguments.command} has no gin configuration. Remove the flag.'
   if problem:
@@ -457,28 +466,56 @@ def _options(parser: argparse.ArgumentParser, command: str) -> Mapping[str, argp
   return {}
 
 
-def _unknown_argument(argument: str, command: str, has_gin: bool, options: Iterable[str]) -> str:
+def _unknown_argument(
+  argument: str, argv: Sequence[str], program: Program, options: Collection[str]
+) -> str:
+  """Return the message for an argument that a command does not have.
+
+  Args:
+    argument: the argument.
+    argv: the entire command line, beginning with the command.
+    program: the program.
+    options: flags of the command.
+  """
+  command = argv[0]
+  has_gin = program.commands[command].entry is not None
   if not argument.startswith('-'):
-    name, equals, _ = argument.partition('=')
-    if argument.endswith('.gin'):
-      remedy = f'--gin_file={argument}'
-    elif equals and name.isidentifier():
-      remedy = f'--gin.{argument}'
-    else:
-      remedy = ''
     problem = f'{command} does not accept the argument {argument!r}.'
+    remedy = ''
+    if has_gin:
+      remedy = cli_flags.with_dashes(argument, options)
     if remedy:
       problem += f' Did you mean {remedy}?'
     return problem
-  flag = argument.partition('=')[0]
+  flag, equals, value = argument.partition('=')
+  if not equals:
+    value = cli_flags.value_after(flag, argv)
+  if command == 'export' and flag in ('--to', '--format'):
+    from t5x_lite.apps.convert import formats  # Only errors need it.
+
+    format_name = formats.OTHER_NAMES.get(value.lower(), value)
+    if format_name not in formats.FORMATS:
+      format_name = 'hugging_face'
+    run = argv[1] if argv[1:2] and not argv[1].startswith('-') else 'runs/my_run'
+    convert = [*program.call.split(), 'convert', run, f'{run.rstrip("/")}_{format_name}']
+    return (
+      f'export has no flag {flag}: it writes programs. To write parameters in another format, write '
+      f'`{shlex.join([*convert, f"--to={format_name}"])}`.'
+    )
   if flag.startswith(('-gin.', '--gin-', '-gin_')) or (flag.startswith('--gin') and '.' in flag):
-    return f'{command} has no flag {flag}. Write --gin.NAME=VALUE for a value and --gin_file=FILE for a file.'
+    problem = f'{command} has no flag {flag}.'
+    remedy = cli_flags.with_dashes(
+      f'{flag.lstrip("-").replace("gin-", "gin.", 1)}={value}', options
+    )
+    if value and remedy:
+      return f'{problem} Did you mean {remedy}?'
+    return f'{problem} Write --gin.NAME=VALUE for a value and --gin_file=FILE for a file.'
   if has_gin and cli_flags.remedy(flag):
     return f'{command} has no flag {flag}. {cli_flags.remedy(flag)}'
   known = [name for name in options if name.startswith('--')]
   name = cli_flags.gin_name(flag) if has_gin else ''
   if name:
-    hint = f' Did you mean --gin.{name}={argument.partition("=")[2] or "VALUE"}?'
+    hint = f' Did you mean {cli_flags.gin_flag(name, value or "VALUE")}?'
   else:
     hint = did_you_mean(flag, known, lists_all=not has_gin)
   if not hint:

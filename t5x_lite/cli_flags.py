@@ -1,7 +1,9 @@
 """Flags in the syntax of absl, which T5X's programs have, and sentences about absl's flags that are not here."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 import os
+import re
+import shlex
 from typing import Any
 
 from t5x_lite.errors import ConfigError
@@ -10,13 +12,18 @@ _BOOLEANS = {**dict.fromkeys(('true', 't', '1'), True), **dict.fromkeys(('false'
 _SHORT = {'-v': '--verbosity', '-?': '--help', '--helpshort': '--help', '--helpfull': '--help'}
 _PROFILE = 'To profile Python, run `python -m cProfile -o FILE -m t5x_lite`'
 _DEBUGGER = 'To debug, run `python -m pdb -c continue -m t5x_lite`'
-# Remedy for each flag of T5X's programs, or prefix of flags, without an equivalent.
+# Remedy for each flag of T5X's or Hugging Face's programs, or prefix of flags, without an equivalent.
 _REMEDIES = {
+  'bf16': 'Set --gin.network.T5Config.dtype=bfloat16',
+  'config': 'Write --gin_file=FILE',
   'fdl': 'Fiddle configurations are not supported: write a gin file',
+  'fp16': 'Set --gin.network.T5Config.dtype=bfloat16, which needs no scaling of the loss',
   'helpxml': 'Write --help',
   'module_import': 'Set --gin.MIXTURE_OR_TASK_MODULE=MODULE, or import the module in a gin file',
   'only_check_args': 'Write --dry_run',
   'pdb': _DEBUGGER,
+  'per_device_train_batch_size': 'BATCH_SIZE counts the rows of all devices: set --gin.BATCH_SIZE=N',
+  'resume': 'A run resumes by itself: leave out the flag',
   'run_with_pdb': _DEBUGGER,
   'profile_file': _PROFILE,
   'run_with_profiling': _PROFILE,
@@ -48,8 +55,11 @@ _MACROS = {
 } | {
   'EPOCHS': 'NUM_EPOCHS',
   'LR': 'LEARNING_RATE',
+  'MAX_STEPS': 'TRAIN_STEPS',
   'MODULE': 'MIXTURE_OR_TASK_MODULE',
+  'NUM_TRAIN_EPOCHS': 'NUM_EPOCHS',
   'OUTPUT_DIR': 'MODEL_DIR',
+  'SAVE_STEPS': 'SAVING_PERIOD',
   'SEED': 'RANDOM_SEED',
   'STEPS': 'TRAIN_STEPS',
   'TASK': 'MIXTURE_OR_TASK_NAME',
@@ -177,6 +187,44 @@ def gin_name(flag: str) -> str:
   if '.' in name:
     return name
   return ''
+
+
+def gin_flag(name: str, value: str) -> str:
+  """Return the flag that sets a name of gin, quoted for a shell.
+
+  >>> gin_flag('TRAIN_STEPS', '5'), gin_flag('TASK_FEATURE_LENGTHS', "{'inputs': 8}")[:6]
+  ('--gin.TRAIN_STEPS=5', "'--gin")
+  """
+  return shlex.quote(f'--gin.{name}={value}')
+
+
+def with_dashes(argument: str, options: Collection[str]) -> str:
+  """Return the flag that an argument without dashes means, quoted for a shell; '' if it means none.
+
+  Args:
+    argument: argument such as `TRAIN_STEPS=5`, `gin.TRAIN_STEPS=5` or `recipes/mine.gin`.
+    options: flags of the command.
+  """
+  name, equals, value = argument.partition('=')
+  if equals and f'--{name}' in options:
+    return shlex.quote(f'--{argument}')
+  if argument.endswith('.gin'):
+    return shlex.quote(f'--gin_file={argument}')
+  # A name, perhaps with a module and a scope.
+  if equals and re.fullmatch(r'(\w+/)*[A-Za-z_]\w*(\.\w+)*', name):
+    return gin_flag(name.removeprefix('gin.'), value)
+  return ''
+
+
+def value_after(flag: str, arguments: Sequence[str]) -> str:
+  """Return the value of a flag that a command line has with a space instead of `=`; '' without one."""
+  if flag not in arguments:
+    return ''
+  following = arguments[arguments.index(flag) + 1 :]
+  is_value = following and (
+    not following[0].startswith('-') or re.match(r'-[\d.]', following[0]) is not None
+  )
+  return following[0] if is_value else ''
 
 
 def is_named(argument: str, flags: Sequence[str]) -> bool:

@@ -49,6 +49,8 @@ _REMEDIES = {
 }
 # Run files by the function of a command; other commands configure a training.
 _RUN_FILES = {'evaluate': 'runs/eval.gin', 'infer': 'runs/infer.gin', 'save': 'runs/export.gin'}
+# The function that trains.
+_TRAINING = 't5x_lite.apps.train.train'
 # gin's default of parameters that must be bound, for parameters of any type.
 _REQUIRED: Any = gin.REQUIRED
 # Sentences about macros that not all run files use.
@@ -200,6 +202,7 @@ def read(
   search_paths: Sequence[str] = (),
   *,
   placeholders: Mapping[str, str] | None = None,
+  entry: str = '',
 ) -> list[gin_syntax.Text]:
   """Read files and flags, and check them as far as possible without importing their modules.
 
@@ -208,9 +211,11 @@ def read(
     flags: command-line flags, see `gin_syntax.read_flag`.
     search_paths: additional folders for gin files.
     placeholders: gin text of values for missing macros that the caller does not use.
+    entry: dotted name of the function that `load` will configure, if known.
 
   Raises:
-    ConfigError: a file is missing, gin syntax is invalid, or a macro is missing or not used. With mesh rules, `load`
+    ConfigError: a file is missing, gin syntax is invalid,
+      the files configure no training but `entry` trains, or a macro is missing or not used. With mesh rules, `load`
       raises for missing and unused macros.
   """
   of_files = [gin_syntax.read_file(name, search_paths) for name in gin_files]
@@ -226,10 +231,39 @@ def read(
   if rules is not None:
     additional.append(rules)
   texts[len(gin_files) : len(gin_files)] = additional
+  if entry == _TRAINING:
+    _check_has_a_run(gin_files, texts)
   # The rule that applies, which may set macros, is known after the imports of the files.
   if rules is None:
     _check_macros(texts)
   return texts
+
+
+def _check_has_a_run(gin_files: Sequence[str], texts: Sequence[gin_syntax.Text]) -> None:
+  """Raise if no file configures the function that trains, e.g. for a file of a model alone.
+
+  Raises:
+    ConfigError: the message has all files and values that a run needs.
+  """
+  function_name = _TRAINING.rpartition('.')[2]
+  bindings = gin_syntax.bindings_of(texts)
+  for binding in bindings:
+    is_of_run = binding.arg_name and binding.selector.rpartition('.')[2] == function_name
+    # Flags alone configure a run if they bind everything that it requires.
+    if is_of_run and (not binding.location.on_command_line or binding.arg_name == 'model'):
+      return
+  proposed = ['runs/pretrain.gin']
+  if all(binding.macro_name != 'MODEL' for binding in bindings):
+    proposed.append('models/t5_1_1_small.gin')
+  texts = [*map(gin_syntax.read_file, proposed), *texts]
+  flags = [f'--gin_file={name}' for name in (*proposed, *gin_files)]
+  for name in sorted(gin_syntax.missing_macros(texts)):
+    remedy = _REMEDIES.get(name, f'set --gin.{name}=VALUE')
+    flags.append(remedy.removeprefix('set '))
+  raise ConfigError(
+    f'The gin files configure no run: {", ".join(gin_files)}. Pass a recipe before them, e.g. '
+    f'--gin_file=recipes/keyword_cloze.gin, or write {" ".join(flags)}'
+  )
 
 
 def _check_macros(texts: Sequence[gin_syntax.Text]) -> None:

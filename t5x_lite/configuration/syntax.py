@@ -556,15 +556,10 @@ def check_macros(
   definitions = {binding.macro_name: binding for binding in bindings if binding.macro_name}
   mentioned = mentioned_macros(texts) - {REQUIRED}
   missing = missing_macros(texts)
-  has_only_a_model = 'MODEL' in definitions and 'MODEL' not in mentioned
   problems = []
   for name, binding in definitions.items():
     if binding.location.on_command_line and name not in mentioned:
-      if has_only_a_model:
-        hint = (
-          ' The files configure only a model. Add a run file, e.g. --gin_file=runs/pretrain.gin.'
-        )
-      elif name in unused:
+      if name in unused:
         hint = f' {unused[name]}'
       elif files_with := _packaged_files_that_set(name):
         hint = f' Add a file that uses it, e.g. --gin_file={files_with[0]}.'

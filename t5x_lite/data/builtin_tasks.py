@@ -552,9 +552,10 @@ def _problem_of_pair(pair: Any, features: Mapping[str, bool]) -> str | None:
 def check_split(name: str, split: str, splits: Sequence[str]) -> None:
   """Raise MissingSplitError if the task or mixture `name` does not have `split` among its `splits`."""
   if split not in splits:
-    raise MissingSplitError(
-      f'{name!r} has no split {split!r}.{did_you_mean(split, splits)}{split_remedy(splits)}', split
-    )
+    remedy = did_you_mean(split, splits, lists_all=False)
+    if not remedy:
+      remedy = f'{did_you_mean(split, splits)}{split_remedy(splits)}'
+    raise MissingSplitError(f'{name!r} has no split {split!r}.{remedy}', split)
 
 
 def check_not_empty(found: _Found | None, split: str, name: str, where: str = '') -> _Found:

@@ -6,6 +6,9 @@ of Unicode, and keep zero-width joiners.
 
 from collections.abc import Mapping
 import functools
+import os
+import subprocess
+import sys
 import tempfile
 
 import numpy as np
@@ -37,6 +40,12 @@ _WITHOUT_RULES = (
   (0x1F23B, 0x1F23B),
   (0x1FBF0, 0x1FBF9),
 )
+_COMPILER = """
+import sys
+import sentencepiece
+normalizer = sentencepiece.SentencePieceNormalizer(rule_tsv=sys.argv[1])
+sys.stdout.buffer.write(normalizer.serialized_model_proto())
+"""
 # Layout of a unit of the double array of the table, 32 bits.
 _LABEL_MASK = np.uint32((1 << 31) | 0xFF)
 _LEAF_BIT = 8
@@ -67,13 +76,26 @@ def charsmap(name: str) -> bytes:
       for source, target in sorted(rules.items())
     )
     file.flush()
-    # The compiler logs its progress.
-    sentencepiece.set_min_log_level(2)
-    try:
-      normalizer = sentencepiece.SentencePieceNormalizer(rule_tsv=file.name)
-    finally:
-      sentencepiece.set_min_log_level(0)
-  return _table(normalizer)
+    return _compile(file.name)
+
+
+def _compile(path: str) -> bytes:
+  """Return the normalization table of the rules in a file.
+
+  sentencepiece logs its progress, and has no function that returns the log level of this process, so that a change
+  could not be undone: another process compiles.
+  """
+  process = subprocess.run(
+    [sys.executable, '-c', _COMPILER, path],
+    capture_output=True,
+    check=False,
+    env=os.environ | {'PYTHONPATH': os.pathsep.join(filter(None, sys.path))},
+  )
+  if process.returncode:
+    raise RuntimeError(f'sentencepiece could not compile rules: {process.stderr.decode()}')
+  model_pb2 = sentencepiece_modules()[1]
+  model = model_pb2.ModelProto.FromString(process.stdout)
+  return model.normalizer_spec.precompiled_charsmap
 
 
 def read_rules(table: bytes) -> Mapping[str, str]:

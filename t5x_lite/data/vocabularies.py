@@ -427,6 +427,10 @@ def check_ids(name: str, vocabulary: Any) -> None:
   Raises:
     ConfigError: the message has the ids.
   """
+  # First, since its message has all special ids.
+  is_seqio = not isinstance(vocabulary, Vocabulary)
+  if is_seqio and kind_of(vocabulary) == 'SentencePieceVocabulary':
+    check_special_ids(name, vocabulary.tokenizer, vocabulary.sentencepiece_model_file)
   eos_id = getattr(vocabulary, 'eos_id', None)
   size = getattr(vocabulary, 'vocab_size', None)
   if eos_id is not None and size is not None and not PAD_ID < eos_id < size:
@@ -437,9 +441,6 @@ def check_ids(name: str, vocabulary: Any) -> None:
       eos_id,
       "Use a vocabulary with T5's ids.",
     )
-  is_seqio = not isinstance(vocabulary, Vocabulary)
-  if is_seqio and kind_of(vocabulary) == 'SentencePieceVocabulary':
-    check_special_ids(name, vocabulary.tokenizer, vocabulary.sentencepiece_model_file)
 
 
 def kind_of(vocabulary: Any) -> str:

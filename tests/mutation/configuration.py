@@ -127,7 +127,7 @@ MUTANTS = (
     't5x_lite/configuration/syntax.py',
     'set(macros_in(binding.value)) for name',
     'set(macros_in(binding.value)) & {name} for name',
-    'tests/apps/test_bad_input.py::test_bad_files',
+    'tests/apps/test_bad_input.py::test_rejected',
   ),
   Mutant(
     'no_remedy_for_a_schedule_without_the_number_of_steps',

@@ -489,7 +489,9 @@ def load_configuration(
     else:
       flags.append(gin_syntax.read_text(text, flag))
   folders = _search_folders(arguments)
-  texts = gin_utils.read(arguments.gin_file, flags, folders, placeholders=placeholders)
+  texts = gin_utils.read(
+    arguments.gin_file, flags, folders, placeholders=placeholders, entry=arguments.entry
+  )
   texts.append(gin_syntax.read_text(overrides, arguments.command, is_flag=False))
   _set_jax_options(
     arguments.jax_flags, shows_warnings='jax' not in getattr(arguments, 'logger_levels', {})

@@ -28,6 +28,8 @@ from t5x_lite import runtime
 from t5x_lite.apps.common import output_folder
 from t5x_lite.apps.convert import hugging_face as convert_hugging_face
 from t5x_lite.apps.convert import plan as convert_plan
+from t5x_lite.apps.convert.formats import FORMATS
+from t5x_lite.apps.convert.formats import OTHER_NAMES
 from t5x_lite.apps.convert.plan import Reader
 from t5x_lite.apps.convert.plan import StatePlan
 from t5x_lite.checkpoints import discovery
@@ -38,11 +40,6 @@ from t5x_lite.errors import CheckpointError
 from t5x_lite.formatting import format_bytes
 from t5x_lite.networks.t5_config import PARAM_LAYOUTS
 
-FORMATS = ('t5x_lite', 't5x', 'hugging_face')
-# Names that users give to formats.
-_OTHER_NAMES: dict[str, str] = dict.fromkeys(
-  ('hf', 'huggingface', 'transformers', 'pytorch'), 'hugging_face'
-)
 OPTIMIZER_STATE = ('keep', 'drop')
 _GIGABYTE = 10**9
 # Limit for arrays that are compressed at the same time; a larger array is compressed alone.
@@ -136,7 +133,7 @@ class ConvertConfig:
         'The state belongs to the trained parameters.',
       )
     expectations = {
-      '--to': checks.one_of(FORMATS, synonyms=_OTHER_NAMES),
+      '--to': checks.one_of(FORMATS, synonyms=OTHER_NAMES),
       '--dtype': checks.one_of(convert_plan.DTYPES).or_none(),
       '--param_layout': checks.one_of(PARAM_LAYOUTS).or_none(),
       '--optimizer_state': optimizer_state,
