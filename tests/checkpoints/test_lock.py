@@ -90,3 +90,20 @@ def test_the_lock_may_be_taken_again_by_its_process(tmp_path):
   assert not first.held and other.communicate('\n\n')[0] == 'free\n'
   with pytest.raises(errors.ConfigError, match='must be a path on a disk or in an object store'):
     checkpoints.lock_model_dir('az://bucket/run')
+
+
+def test_links_of_a_path_are_resolved(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'real/run').mkdir(parents=True)
+  (tmp_path / 'link').symlink_to('real')
+  (tmp_path / 'dangling').symlink_to('nothing')
+  for path, expected in {
+    'link/run': f'{tmp_path}/real/run',
+    'link/new': f'{tmp_path}/real/new',
+    f'{tmp_path}/link': f'{tmp_path}/real',
+    'real/run': 'real/run',
+    'new': 'new',
+    'dangling': 'dangling',
+    'gs://bucket/run': 'gs://bucket/run',
+  }.items():
+    assert checkpoints.without_links(path) == expected
