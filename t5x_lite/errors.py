@@ -123,11 +123,11 @@ class SaveError(CheckpointError):
   """Error of a checkpoint that could not be written, e.g. to a full disk; earlier checkpoints are complete.
 
   Attributes:
-    ends_run: True if other processes wait for the part of this one, so that the run cannot continue.
+    kept_step: step of the checkpoint that a spool folder has instead; None for none.
   """
 
   exit_code = ExitCode.SAVE_FAILED
-  ends_run = False
+  kept_step: int | None = None
 
 
 class DirectoryInUseError(T5xLiteError, RuntimeError):

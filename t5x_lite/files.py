@@ -19,6 +19,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, overload
 import uuid
+import weakref
 
 from t5x_lite import errors
 from t5x_lite import hub
@@ -122,6 +123,12 @@ def make_writable(folder: str | os.PathLike[str]) -> None:
     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(folder))
 
 
+def make_folder_of(path: Path) -> None:
+  """Create the folder of a file and its parents if they are missing, unless `fence` forbids it."""
+  fence_of(path)()
+  path.parent.mkdir(parents=True, exist_ok=True)
+
+
 def write(
   path: str | os.PathLike[str],
   content: str | bytes | Callable[[pathlib.Path], None],
@@ -153,6 +160,7 @@ def write(
       _write_object(path, content)
     return
   path = pathlib.Path(path)
+  fence_of(path)()
   temporary = path.with_name(f'{path.name}{WRITING_INFIX}{uuid.uuid4().hex[:8]}')
   try:
     if callable(content):
@@ -232,20 +240,33 @@ def _start_writing_behind() -> None:
 
 
 def unwritten(folder: PathLike) -> dict[str, bytes]:
-  """Return path -> content of the objects below a folder of a store that wait for the store to take them."""
+  """Return path -> content of what was appended below a folder, or written behind, and could not yet be written."""
   found: dict[str, bytes] = {}
+  if not is_remote(folder):
+    for file in list(_open_files):
+      if content := file.unwritten():
+        found[os.path.abspath(file.path)] = content
   for parts_of_file in list(_open_parts):
     waiting = parts_of_file.unwritten()
     if waiting is not None:
       part, content = waiting
       found[str(part)] = content
   found |= dict(_behind)
-  start = f'{path(folder)}/'
+  if is_remote(folder):
+    start = f'{path(folder)}/'
+  else:
+    start = f'{os.path.abspath(folder)}/'
   return {name: content for name, content in found.items() if name.startswith(start)}
 
 
 def write_unwritten(name: str, content: bytes) -> None:
-  """Write to a store what another process had as `unwritten`."""
+  """Write what another process had as `unwritten`."""
+  if not is_remote(name):
+    local = AppendedFile(pathlib.Path(name))
+    local.append(content, at_once=True)
+    local.flush()
+    local.close()
+    return
   first = name.removesuffix(_NEW_PART)
   if first == name:
     write(name, content)
@@ -398,6 +419,16 @@ class AppendedFile:
     self._fd: int | None = None
     self._closed = False
     self._unwritten = bytearray()
+    _open_files.add(self)
+
+  @property
+  def path(self) -> pathlib.Path:
+    """The file."""
+    return self._path
+
+  def unwritten(self) -> bytes:
+    """Return the bytes that are not yet in the file."""
+    return bytes(self._unwritten)
 
   def former_parts(self) -> list[Path]:
     """Return the file if it exists; for a writer that has not yet written."""
@@ -430,7 +461,7 @@ class AppendedFile:
   def _write(self) -> int:
     """Write the buffer, and return the descriptor of the file."""
     if self._fd is None:
-      self._path.parent.mkdir(parents=True, exist_ok=True)
+      make_folder_of(self._path)
       self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     while self._unwritten:
       num_written = os.write(self._fd, self._unwritten)
@@ -438,14 +469,20 @@ class AppendedFile:
     return self._fd
 
 
-# Folder in a store -> function that raises if this process may not write below it.
+# Files of `AppendedFile`; one that nobody uses any more has nothing to be written.
+_open_files: weakref.WeakSet[AppendedFile] = weakref.WeakSet()
+
+
+# Folder -> function that raises if this process may not write below it.
 _fences: dict[str, Callable[[], None]] = {}
 
 
 def fence(folder: PathLike, check_fn: Callable[[], None] | None) -> None:
-  """Let `check_fn` precede each attempt to append, or to write behind, below a folder of a store; None ends this.
+  """Let `check_fn` precede writing below a folder; None ends this.
 
-  A run that lost its lease could otherwise write into the files of the next one.
+  In a store it precedes each attempt to append or to write behind: a run that lost its lease could otherwise write into
+  the files of the next one. On a disk it precedes the creation of each file and of its folder: a run whose folder was
+  moved away could otherwise write into another folder that has taken the path.
   """
   if check_fn is None:
     _fences.pop(str(folder), None)
@@ -455,6 +492,10 @@ def fence(folder: PathLike, check_fn: Callable[[], None] | None) -> None:
 
 def fence_of(name: PathLike) -> Callable[[], None]:
   """Return the function of `fence` for a path, or one that does nothing."""
+  if not _fences:
+    return lambda: None
+  if not is_remote(name):
+    name = os.path.abspath(name)
   for folder, check_fn in list(_fences.items()):
     if str(name).startswith(f'{folder}/'):
       return check_fn

@@ -22,6 +22,7 @@ import os
 import pathlib
 import posixpath
 import random
+import threading
 import time
 from typing import IO, Any
 
@@ -100,6 +101,8 @@ _BLOCK_BYTES = 1 << 25
 NUM_THREADS = 16
 
 _retry_seconds = 300.0
+# Ends the pauses between attempts, whose time may be over with another limit.
+_limit_changed = threading.Condition()
 
 
 class StoreUnavailableError(OSError):
@@ -114,7 +117,9 @@ def retry_seconds() -> float:
 def set_retry_seconds(seconds: float) -> None:
   """Set the result of `retry_seconds` for this process."""
   global _retry_seconds
-  _retry_seconds = seconds
+  with _limit_changed:
+    _retry_seconds = seconds
+    _limit_changed.notify_all()
 
 
 class StorePath(gpath.PosixGPath):
@@ -402,7 +407,8 @@ def retrying(fn: Callable[[], Any], path: StorePath) -> Any:
         ) from e
       level = logging.WARNING if is_first and began == start else logging.DEBUG
       _logger.log(level, '%s: %s. Trying again for up to %g seconds.', path, _text(e), limit)
-      time.sleep(min(pause * random.uniform(0.5, 1), seconds_left))
+      with _limit_changed:
+        _limit_changed.wait(min(pause * random.uniform(0.5, 1), seconds_left))
       pause = min(2 * pause, _LONGEST_PAUSE)
       is_first = False
 

@@ -67,6 +67,7 @@ __getattr__, __dir__, __all__ = lazy_names(
       'check_model_dir',
       'ModelDirLock',
       'lock_model_dir',
+      'without_links',
     ),
     't5x_lite.checkpoints.manager': ('CheckpointManager',),
     't5x_lite.checkpoints.manager_interface': (

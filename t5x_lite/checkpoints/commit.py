@@ -20,7 +20,6 @@ import jax
 
 from t5x_lite import errors
 from t5x_lite import files
-from t5x_lite import multihost
 from t5x_lite import untrusted
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import manifest
@@ -92,7 +91,9 @@ def begin(pending: PendingCheckpoint) -> None:
 
 
 def has_begun(pending: PendingCheckpoint) -> bool:
-  """Return True if the lead process has called `begin` for a save in a store."""
+  """Return True if the lead process has called `begin` for a save."""
+  if not files.is_remote(pending.final):
+    return pending.temporary.is_dir()
   mark = pending.final / discovery.INCOMPLETE_FILENAME
   return mark.is_file() and pending.attempt in mark.read_text()
 
@@ -118,7 +119,8 @@ def is_unavailable(error: BaseException | None) -> bool:
 def is_committed(pending: PendingCheckpoint) -> bool:
   """Return True if the save has become a checkpoint."""
   if not files.is_remote(pending.final):
-    return not pending.temporary.exists()  # it was renamed
+    # It was renamed; without the second condition, a directory that is away would have all checkpoints.
+    return not pending.temporary.exists() and pending.final.is_dir()
   return (pending.final / discovery.MANIFEST_FILENAME).is_file()
 
 
@@ -278,16 +280,3 @@ def explain(error: BaseException) -> str:
 
 def _mark(pending: PendingCheckpoint, process_index: int) -> files.Path:
   return pending.temporary / f'{pending.own_folder}process_{process_index}.done'
-
-
-def on_all_processes(fn: Callable[[], None]) -> None:
-  """Call `fn`, and raise on every process if it fails on one, since training continues after a failed save."""
-  failed = None
-  try:
-    fn()
-  except Exception as e:  # pylint: disable=broad-exception-caught
-    failed = e
-  if multihost.any_process(failed is not None):
-    raise failed or errors.of_other_process(
-      errors.CheckpointError('another process could not write its part; see its message')
-    )

@@ -344,11 +344,22 @@ def mark_incomplete(path: files.Path, attempt: str = '') -> None:
 
 
 def upload(source: pathlib.Path, target: files.Path) -> None:
-  """Copy a checkpoint from a disk to a store, its manifest last.
+  """Copy a checkpoint from a disk to another one or to a store; `target` is complete or does not exist.
 
   Raises:
     CheckpointError: there is something at `target` that another program wrote.
   """
+  if not files.is_remote(target):
+    check_free(target)
+    temporary = target.with_name(f'{target.name}{WRITING_INFIX}{uuid.uuid4().hex[:8]}')
+    try:
+      shutil.copytree(source, temporary)
+      files.fsync_tree(temporary)
+      files.rename(temporary, target)
+    except BaseException:
+      files.remove_tree(temporary, ignore_errors=True)
+      raise
+    return
   if is_incomplete(target):
     delete(target, target.name)
   check_free(target)

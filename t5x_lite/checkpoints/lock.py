@@ -64,6 +64,9 @@ class ModelDirLock:
     held_lease: lease.Lease | None = None,
   ):
     self.directory = directory
+    self._folder: os.stat_result | None = None
+    if not files.is_remote(directory):
+      self._folder = os.stat(directory)
     self._fd = fd
     self._lease = held_lease
     self._created = created
@@ -81,10 +84,12 @@ class ModelDirLock:
 
     Raises:
       DirectoryInUseError: the lock file names another process.
-      OSError: the lock file cannot be read, or a lease in a store has expired and cannot be renewed.
+      OSError: the directory is away or the lock file cannot be read, or a lease in a store has expired and cannot be
+        renewed.
     """
     if self._lease is not None:
       self._lease.check()
+    self.check_folder()
     if self._fd is None:
       return
     try:
@@ -97,6 +102,22 @@ class ModelDirLock:
         'file system did not keep the lock of this run. Stop one of the runs, and mount the file system with locks.'
       )
 
+  def check_folder(self) -> None:
+    """Raise if the path of the directory leads to another folder than the one that was locked, or to none.
+
+    It does after a rename or an unmount. What is written there would go into the folder of another run, or into a new
+    folder that nobody has locked. Does nothing in an object store.
+
+    Raises:
+      OSError: the path leads elsewhere.
+    """
+    if self._folder is not None and not os.path.samestat(os.stat(self.directory), self._folder):
+      raise OSError(
+        errno.ESTALE,
+        'this is another folder than the one that the run has locked, which was moved or unmounted',
+        str(self.directory),
+      )
+
   def release(self) -> None:
     """Release the lock once; the last release frees the directory, and further calls do nothing."""
     with _held_guard:
@@ -106,8 +127,8 @@ class ModelDirLock:
       if self._num_holders == 0:
         _held.pop(str(self.directory), None)
         self._remove_unused()
+        files.fence(self.directory, None)
         if self._lease is not None:
-          files.fence(self.directory, None)
           self._lease.release()
         self._close()
 
@@ -118,7 +139,8 @@ class ModelDirLock:
     """
     if self._fd is None or not self._created:
       return
-    with contextlib.suppress(OSError):  # another process has written to it or deleted it
+    with contextlib.suppress(OSError):  # another process has written to it, deleted or moved it
+      self.check_folder()
       if os.listdir(self.directory) != [LOCK_FILENAME]:
         return
       os.unlink(self.directory / LOCK_FILENAME)
@@ -187,6 +209,7 @@ def lock_model_dir(
       else:
         fd, holder = _acquire(path, what, elsewhere)
         lock = ModelDirLock(path, fd, created, holder, what)
+        files.fence(path, lock.check_folder)
       _held[str(path)] = lock
     try:
       if multihost.is_lead():
@@ -219,6 +242,23 @@ def lock_model_dir(
     raise (errors.SaveError if is_full else errors.CheckpointError)(
       f'The {what} {str(path)!r} cannot be written: {e}. {remedy}, or choose {elsewhere}.'
     ) from e
+
+
+def without_links(directory: str | os.PathLike[str]) -> str:
+  """Return the path of a directory without links, for a run to use until it ends.
+
+  A link that is switched during the run would lead to a folder that the run has not locked. A path without links is
+  returned unchanged, also a relative one, and so is a link to nothing, which `lock_model_dir` reports.
+
+  Args:
+    directory: path of the directory, which need not exist; in an object store it has no links.
+  """
+  name = os.fspath(directory)
+  real = files.real_path(name)
+  is_dangling = os.path.islink(name) and not os.path.exists(name)
+  if files.is_remote(name) or is_dangling or real == os.path.abspath(name):
+    return name
+  return real
 
 
 def check_model_dir(directory: str | os.PathLike[str]) -> None:

@@ -18,11 +18,9 @@ import os
 import re
 import shutil
 import threading
-import time
 from typing import Any
 import uuid
 
-import jax
 import numpy as np
 
 from t5x_lite import checks
@@ -45,12 +43,8 @@ from t5x_lite.checkpoints import store_save
 from t5x_lite.checkpoints import transforms
 
 _logger = logging.getLogger(__name__)
-# After a failure TensorStore's threads may still create folders for this time.
-_LATE_WRITES_SECONDS = 1.0
 # Directories to which a manager of this process saves; two managers would delete each other's checkpoints.
 _saving_directories: set[str] = set()
-# What the thread of a save writes; None if Orbax's thread already writes it.
-_Values = Mapping[str, Any] | store_save.StoreSave | None
 
 
 class CheckpointManager:
@@ -73,7 +67,7 @@ class CheckpointManager:
     Args:
       directory: the model directory, on a disk or in an object store.
       save_cfg: options of saving; None for a manager that only reads.
-      spool_dir: local folder for checkpoints that the object store does not take; see `spool`.
+      spool_dir: local folder for checkpoints that cannot be written to `directory`; see `spool`.
 
     Raises:
       DirectoryInUseError: another run, or another manager of this process, holds the directory.
@@ -84,15 +78,14 @@ class CheckpointManager:
     self._directory = files.path(directory).absolute()
     self._save_cfg = save_cfg
     self._thread: threading.Thread | None = None
+    self._begun: store_save.StoreSave | None = None
     self._error: tuple[int, BaseException] | None = None
     self._own_steps: set[int] = set()
     self._has_partial_files = False
     # The newest step with a finite loss, and committed steps whose loss is not yet known; see `confirm`.
     self._sound_step: int | None = None
     self._committed_unsound: set[int] = set()
-    self._misses_barriers = False
     self._committing = threading.Lock()
-    self._writer: state_io.StateWriter | None = None
     self._lock: lock_lib.ModelDirLock | None = None
     self._in_store = files.is_remote(self._directory)
     self._spool: spool_lib.Spool | None = None
@@ -106,14 +99,14 @@ class CheckpointManager:
       self._save_policy = policies.save_policies_from_config(save_cfg)
       self._retention = policies.retention_policies_from_config(save_cfg)
       self._lock = lock_lib.lock_model_dir(self._directory)
+      # Without links: a link that is switched later would lead to a folder that is not locked.
+      self._directory = self._lock.directory
       _claim(self._directory, self._lock)
       try:
         # Equal in all processes, which write into one temporary directory.
         number = int(multihost.broadcast_from_lead(np.int32(uuid.uuid4().int % 2**31)))
         self._run_id = f'{number:08x}'
         self._num_saves = 0
-        if not self._in_store:
-          self._writer = state_io.StateWriter()
       except BaseException:
         self._release()
         raise
@@ -157,6 +150,8 @@ class CheckpointManager:
     metadata: Mapping[str, Any] | None = None,
     is_sound: bool = True,
     on_commit: Callable[[], None] = lambda: None,
+    problem: Exception | None = None,
+    keep_first: bool = False,
   ) -> bool:
     """Save `state` as the checkpoint of `step`, independent of the schedule of the configuration.
 
@@ -174,6 +169,10 @@ class CheckpointManager:
       is_sound: whether the state is known to give a finite loss. If False, no older checkpoint is deleted until
         `confirm`.
       on_commit: called after the commit by the thread that writes the checkpoint.
+      problem: error because of which this process cannot write the checkpoint to the directory, only to the spool
+        folder; None for none.
+      keep_first: whether to write the checkpoint to the spool folder first, before an unfinished save is waited for; a
+        process that is stopped may have little time. An error of the unfinished save is then only logged.
 
     Returns:
       True if a save was started.
@@ -191,22 +190,42 @@ class CheckpointManager:
       step=checks.number(at_least=0, integer=True),
     )
     step = int(step)
-    self.wait()
-    if step in self._own_steps:
-      # It may have been deleted by hand; all processes must take the same branch.
-      is_there = files.path(self.checkpoint_path(step)).is_dir()
-      if multihost.broadcast_from_lead(np.int32(is_there)):
-        return False
     if not self._saving_options.save_dataset:
       data_state = None
-    pending, values = self._begin(step, state, data_state, metrics, metadata)
+    begun = None
+    if keep_first and self._spool is not None:
+      begun = self._begin(step, state, data_state, metrics, metadata, problem)
+      begun.keep_copy(self._spool)
+      try:
+        self.wait()
+      except errors.SaveError as e:
+        _logger.warning('%s', e)
+    else:
+      self.wait()
+    if step in self._own_steps:
+      # It may have been deleted by hand; all processes must take the same branch.
+      is_there = False
+      with contextlib.suppress(OSError):  # the save reports that the directory cannot be read
+        is_there = files.path(self.checkpoint_path(step)).is_dir()
+      if multihost.broadcast_from_lead(np.int32(is_there)):
+        if begun is not None and self._spool is not None:
+          self._spool.clear()
+        return False
+    if begun is None:
+      begun = self._begin(step, state, data_state, metrics, metadata, problem)
     if is_sound:
       self._sound_step = step
     self._thread = threading.Thread(
-      target=self._run, args=(pending, values, on_commit), name=f'checkpoint-{step}'
+      target=self._run, args=(begun, on_commit), name=f'checkpoint-{step}'
     )
+    self._begun = begun
     self._thread.start()
     return True
+
+  def keep(self) -> None:
+    """Write the save that is not yet finished to the spool folder, if there is one; only with a single process."""
+    if self.is_writing and self._begun is not None and self._spool is not None:
+      self._begun.keep_copy(self._spool)
 
   def confirm(self, step: int) -> None:
     """Confirm that the newest saved state, of `step`, gave a finite loss; deletes old checkpoints in the background."""
@@ -235,11 +254,12 @@ class CheckpointManager:
       The marked steps.
     """
     self.wait()
-    steps = [
-      step
-      for step in self.all_steps()
-      if first_step <= step <= last_step and step != self._sound_step
-    ]
+    found: Sequence[int] = ()
+    try:
+      found = self.all_steps()
+    except OSError as e:  # do not hide the error of the loss
+      _logger.warning('No checkpoint in %s could be marked as unsound: %s.', self._directory, e)
+    steps = [step for step in found if first_step <= step <= last_step and step != self._sound_step]
     if multihost.is_lead():
       for step in steps:
         path = self.checkpoint_path(step)
@@ -264,17 +284,15 @@ class CheckpointManager:
     self._check_can_save()
     if not multihost.is_lead():
       return
+    record_fn = functools.partial(retention.record_metrics, self._directory, step, dict(metrics))
     if self._in_store:  # training does not wait for it
-      self._recorder.submit(
-        self._record_later,
-        step,
-        functools.partial(retention.record_metrics, self._directory, step, dict(metrics)),
-      )
+      self._recorder.submit(self._record, step, record_fn)
     else:
-      retention.record_metrics(self._directory, step, metrics)
+      self._record(step, record_fn)
 
-  def _record_later(self, step: int, fn: Callable[[], None]) -> None:
+  def _record(self, step: int, fn: Callable[[], None]) -> None:
     try:
+      self._check_folder()
       fn()
     except OSError as e:
       _logger.warning(
@@ -291,10 +309,10 @@ class CheckpointManager:
     """True if a save failed in the background, so that the next `wait` raises."""
     return self._error is not None
 
-  @property
-  def misses_barriers(self) -> bool:
-    """True if the other processes wait in vain for this one, whose part of a checkpoint Orbax could not write."""
-    return self._misses_barriers
+  def wait_for(self, seconds: float) -> None:
+    """Wait at most this time until the background threads have finished; raises nothing."""
+    if self._thread is not None:
+      self._thread.join(seconds)
 
   def wait(self) -> None:
     """Wait until the background threads have finished.
@@ -315,15 +333,8 @@ class CheckpointManager:
       self.wait()
     finally:
       self._recorder.shutdown()
-      if self._writer is not None:
-        writer = self._writer
-        self._writer = None
-        with contextlib.suppress(Exception):  # Orbax raises the error of a failed save again
-          writer.close()
-        deadline = time.monotonic() + _LATE_WRITES_SECONDS
-        while self._has_partial_files and time.monotonic() < deadline:
-          self._remove_partial_files()
-          time.sleep(0.05)
+      if self._has_partial_files and not self._in_store:
+        self._remove_partial_files()
       self._release()
 
   def __enter__(self) -> CheckpointManager:
@@ -402,13 +413,14 @@ class CheckpointManager:
     if kept_at is not None:
       kept = (
         f' This one is kept in {kept_at!r}; the next run with the same command and --spool_dir copies it to '
-        'the store.'
+        'the run directory.'
       )
     found = errors.SaveError(
       f'The checkpoint of step {step} could not be written to {self.directory!r}: '
       f'{commit_lib.explain(error).rstrip(".")}. Earlier checkpoints are complete.{kept}'
     )
-    found.ends_run = self._misses_barriers
+    if kept:
+      found.kept_step = step
     return found
 
   def _begin(
@@ -418,8 +430,9 @@ class CheckpointManager:
     data_state: Mapping[str, bytes] | None,
     metrics: Mapping[str, float] | None,
     metadata: Mapping[str, Any] | None,
-  ) -> tuple[commit_lib.PendingCheckpoint, _Values]:
-    """Return the save, and for the thread: arrays by name, None if the writer has them, or a `StoreSave`."""
+    problem: Exception | None,
+  ) -> store_save.StoreSave:
+    """Return a save with copies of the arrays, for the thread; touches no file of a checkpoint."""
     cfg = self._saving_options
     flat = transforms.transform_saved(state, cfg.state_transformation_fns)
     if cfg.dtype is not None:
@@ -436,88 +449,80 @@ class CheckpointManager:
     )
     # Orbax does not store arrays without elements; the manifest has their shapes.
     flat = {name: leaf for name, leaf in flat.items() if 0 not in leaf.shape}
-    if self._in_store:  # training does not wait for the store
-      try:
-        parts = store_io.host_parts(state_io.snapshot(flat))
-      except Exception as e:
-        raise self._save_error(step, e) from e
-      if multihost.is_lead():  # in the order of these calls
-        self._recorder.submit(
-          self._record_later,
-          step,
-          functools.partial(retention.forget_metrics, self._directory, step),
-        )
-      return pending, store_save.StoreSave(
-        pending=pending,
-        parts=parts,
-        data_state=data_state,
-        begin_fn=self._make_folder,
-        kept=self._spool,
-      )
     try:
-      commit_lib.on_all_processes(lambda: self._make_folder_in_lead(pending))
-      if data_state is not None:
-        commit_lib.on_all_processes(lambda: store_save.write_data_state(pending, data_state))
-      values = state_io.snapshot(flat)
+      parts = store_io.host_parts(state_io.snapshot(flat))
     except Exception as e:
-      self._remove_partial_files()
       raise self._save_error(step, e) from e
+    return store_save.StoreSave(
+      pending=pending,
+      parts=parts,
+      data_state=data_state,
+      begin_fn=self._make_folder,
+      kept=self._spool,
+      problem=problem or self._forget_metrics(step),
+    )
+
+  def _forget_metrics(self, step: int) -> Exception | None:
+    """Forget the metrics of an earlier state of `step`; return the error because of which the save fails, or None.
+
+    Raises:
+      DirectoryInUseError: see `save`.
+    """
+    if not multihost.is_lead():
+      return None
+    forget_fn = functools.partial(retention.forget_metrics, self._directory, step)
+    if self._in_store:  # training does not wait for it; in the order of these calls
+      self._recorder.submit(self._record, step, forget_fn)
+      return None
     try:
-      if state_io.may_start_later(values):
-        return pending, values
-      self._disk_writer.start(pending.state, values)
-    except Exception as e:
-      self._misses_barriers = jax.process_count() > 1
-      self._remove_partial_files()
-      raise self._save_error(step, e) from e
-    return pending, None
+      self._check_lock()
+      forget_fn()
+    except OSError as e:
+      return e
+    return None
 
   @property
   def _saving_options(self) -> options.SaveOptions:
     assert self._save_cfg is not None  # see `_check_can_save`
     return self._save_cfg
 
-  @property
-  def _disk_writer(self) -> state_io.StateWriter:
-    assert self._writer is not None  # the directory is not in a store
-    return self._writer
-
   def _check_lock(self) -> None:
     assert self._lock is not None  # see `_check_can_save`
     self._lock.check()
 
-  def _make_folder_in_lead(self, pending: commit_lib.PendingCheckpoint) -> None:
-    if multihost.is_lead():
-      self._make_folder(pending)
+  def _check_folder(self) -> None:
+    assert self._lock is not None  # see `_check_can_save`
+    self._lock.check_folder()
+
+  def check_directory(self) -> None:
+    """Raise if the checkpoints in the directory are not those of this run, e.g. because it was moved away.
+
+    Raises:
+      DirectoryInUseError: another run saves to the directory, because the lock was lost.
+      OSError: the directory cannot be read, or is another folder than the one that was locked.
+    """
+    if self._lock is not None and not self._in_store:
+      self._lock.check()
 
   def _make_folder(self, pending: commit_lib.PendingCheckpoint) -> None:
     self._check_lock()
     self._remove_partial_files()
     commit_lib.begin(pending)
-    if not self._in_store:
-      retention.forget_metrics(self._directory, pending.step)
 
   def _run(
     self,
-    pending: commit_lib.PendingCheckpoint,
-    values: _Values,
+    begun: store_save.StoreSave,
     on_commit: Callable[[], None],
   ) -> None:
     failed: BaseException | None = None
+    pending = begun.pending
     name = f'{pending.final.name}-{pending.attempt}'
     try:
       try:
-        if isinstance(values, store_save.StoreSave):
-          values.write()
-        else:
-          self._write_on_disk(pending, values)
+        begun.write()
         commit_lib.mark_part_written(pending)
       except BaseException as e:  # pylint: disable=broad-exception-caught
         failed = e
-      if self._misses_barriers:  # The others wait in a barrier of Orbax.
-        failed = failed or errors.CheckpointError('an earlier save has failed')
-        self._error = (pending.step, failed)
-        return
       # Failed processes reach the barrier too; otherwise the others would wait for them.
       state_io.barrier(f'{name}:written')
       if multihost.is_lead() and failed is None:
@@ -532,8 +537,8 @@ class CheckpointManager:
         except BaseException as e:  # pylint: disable=broad-exception-caught
           failed = e
       state_io.barrier(f'{name}:committed')
-      if isinstance(values, store_save.StoreSave) and values.kept is not None:
-        failed = values.keep(values.kept, failed)
+      if begun.kept is not None:
+        failed = begun.keep(begun.kept, failed)
       elif failed is None and not commit_lib.is_committed(pending):
         failed = errors.of_other_process(
           errors.CheckpointError('the lead process could not commit it; see its message')
@@ -548,17 +553,6 @@ class CheckpointManager:
       on_commit()
     else:
       self._error = (pending.step, failed)
-
-  def _write_on_disk(
-    self, pending: commit_lib.PendingCheckpoint, values: Mapping[str, Any] | None
-  ) -> None:
-    if values is not None:
-      self._disk_writer.start(pending.state, values)
-    try:
-      self._disk_writer.finish()
-    except BaseException:
-      self._misses_barriers = jax.process_count() > 1
-      raise
 
   def _remove_partial_files(
     self, pending: commit_lib.PendingCheckpoint | None = None, error: BaseException | None = None
@@ -579,13 +573,18 @@ class CheckpointManager:
     name = re.compile(
       rf'{discovery.CHECKPOINT_PREFIX}_\d+{re.escape(discovery.WRITING_INFIX)}{self._run_id}-\d+'
     )
-    for folder in self._directory.iterdir():
-      if name.fullmatch(folder.name):
-        self._has_partial_files = True
-        shutil.rmtree(folder, ignore_errors=True)
+    try:
+      left = [folder for folder in self._directory.iterdir() if name.fullmatch(folder.name)]
+    except OSError:  # the directory is away; the next save tries again
+      self._has_partial_files = True
+      return
+    for folder in left:
+      shutil.rmtree(folder, ignore_errors=True)
+    self._has_partial_files = any(folder.exists() for folder in left)
 
   def _apply_retention(self, step: int) -> None:
     try:
+      self._check_folder()  # nothing is deleted in the folder of another run
       retention.apply(
         self._directory,
         self._retention,
@@ -608,6 +607,7 @@ class CheckpointManager:
     if self._thread is not None:
       self._thread.join()
       self._thread = None
+      self._begun = None
 
 
 def _claim(directory: files.Path, lock: lock_lib.ModelDirLock) -> None:

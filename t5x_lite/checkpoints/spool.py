@@ -1,9 +1,10 @@
-"""Local folder for the checkpoint and the metrics of a save that failed in an object store.
+"""Local folder for the checkpoint and the metrics of a save that the run directory did not take.
 
     SPOOL_DIR/<quoted MODEL_DIR>/checkpoint_<step>/     as in a model directory on a disk
     SPOOL_DIR/<quoted MODEL_DIR>/unwritten/<quoted path>  contents of other files of the run
 
-The next run of the same command copies them to the store first. With several processes all must share the folder.
+The next run of the same command copies them to the run directory first. With several processes all must share the
+folder.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import logging
 import os
 import pathlib
+import threading
 import time
 import urllib.parse
 
@@ -41,19 +43,26 @@ class Spool:
     """Make the folder.
 
     Raises:
-      ConfigError: the folder is not local or cannot be written, or the model directory is local.
+      ConfigError: the folder is not local, is in the model directory, or cannot be written.
     """
+    # Without links, so that the next run finds it: a run on a disk resolves its directory, too.
+    self._model_dir = files.path(files.real_path(model_dir))
     is_valid = isinstance(spool_dir, str) and bool(spool_dir) and not files.is_remote(spool_dir)
+    if is_valid:
+      folder = pathlib.Path(files.real_path(spool_dir))
+      is_valid = self._model_dir not in (folder, *folder.parents)
     checks.check(
       'train',
       {'spool_dir': spool_dir},
       spool_dir=checks.Expectation(
-        'a local folder, with a MODEL_DIR in an object store',
-        lambda name: is_valid and files.is_remote(model_dir),
-        'Omit it, or name a folder on a disk.',
+        'a local folder outside of MODEL_DIR',
+        lambda name: is_valid,
+        'Omit it, or name a folder on another disk.',
       ),
     )
-    self._model_dir = files.path(model_dir)
+    # Number of the newest save that this process has kept, and its path.
+    self._newest: tuple[int, files.Path] | None = None
+    self._guard = threading.Lock()
     quoted = urllib.parse.quote(str(self._model_dir), safe='')
     self.folder = pathlib.Path(spool_dir).absolute() / quoted
     try:
@@ -91,20 +100,35 @@ class Spool:
     write_fn: Callable[[commit.PendingCheckpoint], None],
     barrier_fn: Callable[[str], None],
   ) -> files.Path:
-    """Write a checkpoint that the store did not take, in place of those kept before; all processes call this together.
+    """Write a checkpoint in place of those kept before; all processes call this together.
+
+    Does nothing if this save or a later one is kept: an earlier save may fail after a later one was kept.
 
     Args:
-      pending: the save in the store.
+      pending: the save in the run directory.
       write_fn: writes the part of this process of a save.
       barrier_fn: waits for all processes; gets a name.
 
     Returns:
-      Path of the checkpoint.
+      Path of the checkpoint that is kept.
 
     Raises:
       OSError: e.g. the disk is full.
       CheckpointError: another process could not write its part.
     """
+    with self._guard:
+      if self._newest is not None and _number(pending) <= self._newest[0]:
+        return self._newest[1]
+      path = self._write(pending, write_fn, barrier_fn)
+      self._newest = _number(pending), path
+      return path
+
+  def _write(
+    self,
+    pending: commit.PendingCheckpoint,
+    write_fn: Callable[[commit.PendingCheckpoint], None],
+    barrier_fn: Callable[[str], None],
+  ) -> files.Path:
     here = commit.new_save(
       self.folder,
       pending.step,
@@ -147,23 +171,30 @@ class Spool:
       if step != here.step:
         discovery.remove_checkpoint_dir(discovery.get_checkpoint_dir(self.folder, step))
 
-  def clear(self) -> None:
-    """Remove everything that was kept, after a later save in the store."""
+  def clear(self, pending: commit.PendingCheckpoint | None = None) -> None:
+    """Remove everything that was kept, after a save in the run directory, unless a later one than `pending` is kept."""
+    with self._guard:
+      if pending is not None and self._newest is not None and _number(pending) < self._newest[0]:
+        return
+      self._newest = None
+      self._remove_all()
+
+  def _remove_all(self) -> None:
     files.remove_tree(self.folder, ignore_errors=True)
     with contextlib.suppress(OSError):
       self.folder.mkdir(parents=True, exist_ok=True)
 
   def recover(self) -> int | None:
-    """Copy the checkpoint to the store and remove it here, if it is newer than all sound checkpoints there.
+    """Copy the checkpoint to the run directory and remove it here, if it is newer than all sound checkpoints there.
 
-    Call it in the lead process, which must hold the lease of the model directory.
+    Call it in the lead process, which must hold the lock of the model directory.
 
     Returns:
       Step of the copied checkpoint, or None.
 
     Raises:
       CheckpointDamagedError: the kept checkpoint differs from its manifest.
-      OSError: the store does not take it.
+      OSError: the run directory does not take it.
     """
     step = discovery.latest_step(self.folder)
     if step is None:
@@ -175,7 +206,7 @@ class Spool:
     if there >= step:
       _logger.warning(
         'The checkpoint of step %d in %s is not used, because it is not newer than that of step %d in '
-        '%s. Delete it, or it is replaced by the next one that the store does not take.',
+        '%s. Delete it, or it is replaced by the next one that the run directory does not take.',
         step,
         self.folder,
         there,
@@ -186,8 +217,8 @@ class Spool:
     problem = manifest.damage(source)
     if problem:
       raise errors.CheckpointDamagedError(
-        f'{problem} A former run kept it because the store failed. To go on without it, from step {max(there, 0)} in '
-        f'{str(self._model_dir)!r}, delete {str(self.folder)!r}.'
+        f'{problem} A former run kept it because the run directory failed. To go on without it, from step '
+        f'{max(there, 0)} in {str(self._model_dir)!r}, delete {str(self.folder)!r}.'
       )
     target = self._model_dir / source.name
     _logger.info(
@@ -229,12 +260,17 @@ def recover(spool_dir: str | None, model_dir: files.PathLike) -> None:
       else:
         failed = errors.CheckpointError(
           f'What was kept in {str(kept.folder)!r} could not be copied to {os.fspath(model_dir)!r}: {e}. Run the '
-          'command again when the store can be reached.'
+          'command again when the run directory can be written.'
         )
   if multihost.any_process(failed is not None):
     raise failed or errors.of_other_process(
       errors.CheckpointError('The lead process failed; see its message.')
     )
+
+
+def _number(pending: commit.PendingCheckpoint) -> int:
+  """Return the number of a save of this process, which ends the text of the attempt."""
+  return int(pending.attempt.rpartition('-')[2])
 
 
 def _name(pending: commit.PendingCheckpoint) -> str:

@@ -29,17 +29,9 @@ from t5x_lite.checkpoints import manifest
 from t5x_lite.checkpoints import plain_paths
 from t5x_lite.checkpoints import store_io
 
-# Weights hardly compress: zstd makes the files 8 % smaller and the write 50 % slower.
-HANDLER_OPTIONS: Mapping[str, Any] = {
-  'use_ocdbt': True,
-  'use_zarr3': True,
-  'use_compression': False,
-}
 _BARRIER_TIMEOUT_SECONDS = 1200
 # Orbax's index of the names of arrays.
 INDEX_FILENAME = '_METADATA'
-# More than the number of files that Orbax writes in addition to the arrays of a state.
-_MAX_EARLIER_ERRORS = 100
 _REMEDY = 'Copy the checkpoint again, or restore another one.'
 
 
@@ -125,45 +117,6 @@ def snapshot(flat_state: Mapping[str, Any]) -> dict[str, jax.Array | np.ndarray]
   for name in becomes_numpy:
     result[name] = np.asarray(result[name])
   return result
-
-
-def may_start_later(snapshot_of_state: Mapping[str, jax.Array | np.ndarray]) -> bool:
-  """Return True if `StateWriter.start` may run in a background thread.
-
-  This requires that the snapshot is a copy, and a single process, so that Orbax does not synchronise through devices.
-  """
-  return jax.process_count() == 1 and all(map(is_on_host, snapshot_of_state.values()))
-
-
-class StateWriter:
-  """Writer of states, one at a time; each write finishes in Orbax's background thread."""
-
-  def __init__(self):
-    ocp = orbax()
-    self._checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(**HANDLER_OPTIONS))
-
-  def start(self, directory: files.Path, flat_state: Mapping[str, jax.Array | np.ndarray]) -> None:
-    """Begin to write `flat_state` to `directory`; on return the caller may change the arrays."""
-    ocp = orbax()
-    # Orbax raises the errors of a write one at a time, also during later successful writes.
-    for _ in range(_MAX_EARLIER_ERRORS):
-      try:
-        self._checkpointer.wait_until_finished()
-        break
-      except Exception as e:  # pylint: disable=broad-exception-caught
-        py_logging.getLogger(__name__).debug('An error of an earlier write: %s', e)
-    self._checkpointer.save(
-      plain_paths.plain_path(directory),
-      args=ocp.args.PyTreeSave(tree_utils.unflatten_dict(flat_state)),
-    )
-
-  def finish(self) -> None:
-    """Wait until the write is complete; raises errors of the background thread."""
-    self._checkpointer.wait_until_finished()
-
-  def close(self) -> None:
-    """Stop the background threads."""
-    self._checkpointer.close()
 
 
 def state_dir(checkpoint_dir: files.PathLike) -> files.Path:

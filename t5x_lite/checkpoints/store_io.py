@@ -1,17 +1,20 @@
-"""Reading and writing arrays in object stores with TensorStore, in the format of Orbax, which reads them too.
+"""Writing arrays, and reading them in object stores, with TensorStore in the format of Orbax, which reads them too.
 
-Orbax itself has no driver for s3://, and lists and renames folders where a store has none. With several processes each
-writes a separate database (OCDBT), and `merge` combines them.
+Orbax itself has no driver for s3://, and lists and renames folders where a store has none. After a failed write its
+threads keep a process alive for minutes. With several processes each writes a separate database (OCDBT), and `merge`
+combines them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
 import errno
 import json
 import math
 import os
+import pathlib
 import time
 from typing import Any
 
@@ -31,6 +34,12 @@ _COMMITTED = 'commit_success.txt'
 _MAX_CHUNK_BYTES = 2**26
 # Arrays that are read or copied to the host at a time.
 _GROUP_BYTES = 2**30
+# Links to the open files and folders of this process; Linux only.
+_OPEN_FILES = pathlib.Path('/proc/self/fd')
+# Orbax's options of a database: metadata of arrays is in the index, which has few nodes.
+_DATABASE_OPTIONS = {'max_inline_value_bytes': 1024, 'max_decoded_node_bytes': 100_000_000}
+# Time between two looks at whether a store is in an outage.
+_POLL_SECONDS = 1.0
 # Types of keys in Orbax's index.
 _KEY_OF_DICT = 2
 
@@ -66,24 +75,42 @@ def write_parts(directory: files.Path, state: HostParts) -> None:
   """Write the parts of this process, and in the lead process the index; with several processes `merge` follows.
 
   Raises:
-    OSError: the store does not take them.
+    OSError: they cannot be written, e.g. because the disk is full. Nothing is written any more.
   """
-  base = _database(directory, jax.process_index(), jax.process_count())
   context = context_of(directory)  # one, so that the writes of all arrays are committed together
-  arrays = {
-    name: _opened(base, name, *state.arrays[name], context)
-    for name, parts in state.parts.items()
-    if parts
-  }
-  arrays = _results(arrays, directory)
-  writes = [
-    (array[index] if index else array).write(values)
-    for name, array in arrays.items()
-    for index, values in state.parts[name]
-  ]
-  _wait_for(writes, directory)
+  with _fixed(directory) as fixed:
+    base = _new_database(fixed, jax.process_index(), jax.process_count())
+    arrays = {
+      name: _opened(base, name, *state.arrays[name], context)
+      for name, parts in state.parts.items()
+      if parts
+    }
+    arrays = _results(arrays, directory)
+    writes = [
+      (array[index] if index else array).write(values)
+      for name, array in arrays.items()
+      for index, values in state.parts[name]
+    ]
+    _wait_for(writes, directory)
   if jax.process_index() == 0:
     _write_index(directory, state.arrays)
+
+
+@contextlib.contextmanager
+def _fixed(directory: files.Path) -> Iterator[files.Path]:
+  """Yield a path of a folder that leads to the same folder if one above it is renamed meanwhile.
+
+  TensorStore makes missing folders. After a rename it would make them again under the former path, or write below
+  another run's folder that has taken the path.
+  """
+  if files.is_remote(directory) or not _OPEN_FILES.is_dir():
+    yield directory
+    return
+  fd = os.open(directory.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+  try:
+    yield _OPEN_FILES / str(fd) / directory.name
+  finally:
+    os.close(fd)
 
 
 def _results(opened: Mapping[str, Any], directory: files.Path) -> dict[str, Any]:
@@ -93,9 +120,26 @@ def _results(opened: Mapping[str, Any], directory: files.Path) -> dict[str, Any]
 
 def _wait_for(writes: Sequence[Any], directory: files.Path) -> None:
   with _explained(directory):
-    failed = [error for write in writes if (error := write.exception()) is not None]
+    failed = [error for write in writes if (error := _error_of(write, directory)) is not None]
     if failed:  # all have ended, so nothing writes to the folder any more
       raise failed[0]
+
+
+def _error_of(write: Any, directory: files.Path) -> BaseException | None:
+  """Return the error of a finished write, or None; raise OSError in an outage of the store that is too long."""
+  if not files.is_remote(directory):
+    return write.exception()
+  from t5x_lite import object_store
+
+  while True:
+    try:
+      return write.exception(timeout=_POLL_SECONDS)
+    except TimeoutError:
+      # The limit may be shorter than when TensorStore, which keeps its own, began to repeat the request.
+      if object_store.is_in_outage(directory):
+        raise object_store.StoreUnavailableError(
+          errno.EIO, 'the store did not answer', str(directory)
+        ) from None
 
 
 def write_one_by_one(
@@ -109,31 +153,32 @@ def write_one_by_one(
     read_fn: function from a name to the array.
   """
   shapes = {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in arrays.items()}
-  base = _database(directory, 0, 1)
   context = context_of(directory)
-  # Together, because each commit of the database takes several requests.
-  opened = _results(
-    {
-      name: _opened(base, name, shape, dtype, _halved(shape, dtype), context)
-      for name, (shape, dtype) in shapes.items()
-    },
-    directory,
-  )
-  writes = []
-  num_bytes = 0
-  try:
-    for name, array in opened.items():
-      values = read_fn(name)
-      writes.append(array.write(values))
-      num_bytes += values.nbytes
-      if num_bytes > _MAX_CHUNK_BYTES:
-        _wait_for(writes, directory)
-        writes = []
-        num_bytes = 0
-  finally:  # nothing is written after an error
-    for write in writes:
-      write.exception()
-  _wait_for(writes, directory)
+  with _fixed(directory) as fixed:
+    base = _new_database(fixed, 0, 1)
+    # Together, because each commit of the database takes several requests.
+    opened = _results(
+      {
+        name: _opened(base, name, shape, dtype, _halved(shape, dtype), context)
+        for name, (shape, dtype) in shapes.items()
+      },
+      directory,
+    )
+    writes = []
+    num_bytes = 0
+    try:
+      for name, array in opened.items():
+        values = read_fn(name)
+        writes.append(array.write(values))
+        num_bytes += values.nbytes
+        if num_bytes > _MAX_CHUNK_BYTES:
+          _wait_for(writes, directory)
+          writes = []
+          num_bytes = 0
+    finally:  # nothing is written after an error
+      for write in writes:
+        write.exception()
+    _wait_for(writes, directory)
   _write_index(directory, shapes)
 
 
@@ -145,16 +190,16 @@ def part_of(directory: files.Path, process_index: int) -> files.Path:
 def merge(directory: files.Path) -> None:
   """Make one database of those that all processes wrote by `write_parts`; only in the lead process."""
   num_processes = jax.process_count()
-  if num_processes == 1 or (directory / _DATABASE).is_file():  # Orbax has merged its own
+  if num_processes == 1:
     return
   import tensorstore  # takes 0.1 s
 
   context = context_of(directory)  # only databases of one context can be copied to each other
-  with _explained(directory):
-    target = tensorstore.KvStore.open(_database(directory, 0, 1), context=context).result()
+  with _fixed(directory) as fixed, _explained(directory):
+    target = tensorstore.KvStore.open(_new_database(fixed, 0, 1), context=context).result()
     with tensorstore.Transaction() as transaction:
       copies = [
-        tensorstore.KvStore.open(_database(directory, i, num_processes), context=context)
+        tensorstore.KvStore.open(_database(fixed, i, num_processes), context=context)
         .result()
         .experimental_copy_range_to(target.with_transaction(transaction))
         for i in range(num_processes)
@@ -485,6 +530,8 @@ def _key(name: str) -> str:
 
 def kvstore(directory: files.Path) -> dict[str, Any]:
   """Return TensorStore's specification of the store of a folder's files."""
+  if _OPEN_FILES in directory.parents:  # see `_fixed`
+    return {'driver': 'file', 'path': f'{directory}/'}
   if not files.is_remote(directory):
     # TensorStore rejects '..'.
     resolved = plain_paths.plain_path(os.path.realpath(directory))
@@ -500,6 +547,10 @@ def _database(directory: files.Path, process_index: int, num_processes: int) -> 
   else:
     folder = part_of(directory, process_index)
   return {'driver': 'ocdbt', 'base': kvstore(folder)}
+
+
+def _new_database(directory: files.Path, process_index: int, num_processes: int) -> dict[str, Any]:
+  return {**_database(directory, process_index, num_processes), 'config': _DATABASE_OPTIONS}
 
 
 def context_of(directory: files.Path) -> Any:

@@ -1,4 +1,4 @@
-"""A save to an object store, in the thread that writes a checkpoint; with a spool folder also on the local disk."""
+"""A save, in the thread that writes a checkpoint; with a spool folder, what cannot be written goes there."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class StoreSave:
     pending: the save.
     parts: arrays of this process.
     data_state: position of this process's data iterator, name -> bytes, or None.
-    begin_fn: begins the save in the store, in the lead process.
-    kept: where to keep a checkpoint that the store does not take, or None.
+    begin_fn: begins the save, in the lead process.
+    kept: where to keep a checkpoint that cannot be written, or None.
+    problem: error because of which this process must not write, or None.
   """
 
   pending: commit.PendingCheckpoint
@@ -39,16 +40,17 @@ class StoreSave:
   data_state: Mapping[str, bytes] | None
   begin_fn: Callable[[commit.PendingCheckpoint], None]
   kept: spool.Spool | None
+  problem: Exception | None = None
 
   def write(self) -> None:
     """Write the part of this process.
 
     Raises:
-      OSError: the store does not take it.
+      OSError: it cannot be written.
       CheckpointError: the lead process could not begin the save.
     """
-    failed = None
-    if multihost.is_lead():
+    failed: BaseException | None = self.problem
+    if multihost.is_lead() and failed is None:
       try:
         self.begin_fn(self.pending)
       except BaseException as e:  # pylint: disable=broad-exception-caught
@@ -59,7 +61,7 @@ class StoreSave:
     if not commit.has_begun(self.pending):
       if multihost.is_lead():
         raise errors.CheckpointError(
-          'the store does not return the object INCOMPLETE, which was just written'
+          f'{str(self.pending.temporary)!r}, which was just made, is not found'
         )
       raise errors.of_other_process(
         errors.CheckpointError('the lead process could not begin it; see its message')
@@ -96,19 +98,27 @@ class StoreSave:
         errors.CheckpointError('another process could not write its part; see its message')
       )
     if failed is None and multihost.is_lead():
-      kept.clear()
+      kept.clear(self.pending)
     if worst == spool.FAILED:  # after a lost lease another run continues in the store
       error: Any = failed  # of any class, so that none has the attribute
-      try:
-        error.kept_at = str(kept.write(self.pending, self._write, self._barrier))
-      except (OSError, errors.CheckpointError) as e:
-        _logger.error(
-          'The checkpoint of step %d could not be written to %s either: %s',
-          self.pending.step,
-          kept.folder,
-          e,
-        )
+      error.kept_at = self.keep_copy(kept)
     return failed
+
+  def keep_copy(self, kept: spool.Spool) -> str | None:
+    """Write the checkpoint to the spool folder; return its path there, or None after an error, which is logged.
+
+    Does nothing if the folder has this save or a later one.
+    """
+    try:
+      return str(kept.write(self.pending, self._write, self._barrier))
+    except (OSError, errors.CheckpointError) as e:
+      _logger.error(
+        'The checkpoint of step %d could not be written to %s: %s',
+        self.pending.step,
+        kept.folder,
+        e,
+      )
+      return None
 
   def _write(self, pending: commit.PendingCheckpoint) -> None:
     if self.data_state is not None:
@@ -123,6 +133,7 @@ def write_data_state(pending: commit.PendingCheckpoint, data_state: Mapping[str,
   """Write the position of this process's data iterator for a save."""
   name = restore.data_dir_name(jax.process_index(), jax.process_count())
   folder = pending.temporary / name / pending.own_folder
-  folder.mkdir(parents=True, exist_ok=True)
+  for each in (folder.parent, folder):  # without the checkpoint, which may have been moved away
+    each.mkdir(exist_ok=True)
   for key, value in data_state.items():
     files.write(folder / restore.data_file_name(key), value, durable=False)  # flushed at the commit

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import inspect
 import logging
-import os
 import pathlib
 import shutil
 import tempfile
@@ -153,7 +152,7 @@ class SeqioEvaluator:
       for task in self.tasks:
         # seqio's JSONLogger writes <task>-metrics.jsonl and <task>-<step>.jsonl without creating the folder.
         with contextlib.suppress(OSError):  # the logger reports the error
-          os.makedirs((self._log_dir / f'{task.name}-').parent, exist_ok=True)
+          files.make_folder_of(self._log_dir / f'{task.name}-')
     datasets = {
       id(dataset): name for name, dataset in self._evaluator.cached_model_datasets.items()
     }

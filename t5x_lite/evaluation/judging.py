@@ -149,7 +149,7 @@ def write_predictions(
     OSError: e.g. the disk is full; no partial file remains.
   """
   path = files.path(path)
-  path.parent.mkdir(parents=True, exist_ok=True)
+  files.make_folder_of(path)
   files.write(path, ''.join(map(json_lines.to_line, predictions)), durable=False, behind=True)
 
 

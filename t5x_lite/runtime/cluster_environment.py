@@ -4,6 +4,7 @@ from collections.abc import Mapping
 import contextlib
 import os
 import pathlib
+import shlex
 import sys
 
 from t5x_lite import masking

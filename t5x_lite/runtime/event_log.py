@@ -305,6 +305,8 @@ class _WarningHandler(logging.Handler):
     kept = self.filter(record)
     if kept:
       self.emit(record)
+      if logging.lastResort is not None and not _is_shown(record):
+        logging.lastResort.handle(record)
     return kept
 
   def emit(self, record: logging.LogRecord) -> None:
@@ -315,6 +317,19 @@ class _WarningHandler(logging.Handler):
       logger=record.name,
       message=_masked(record.getMessage()),
     )
+
+
+def _is_shown(record: logging.LogRecord) -> bool:
+  """Return True if another handler than that of an `EventLog` gets the record.
+
+  Without any handler `logging` prints warnings to stderr; that of an `EventLog` must not end this.
+  """
+  logger: logging.Logger | None = logging.getLogger(record.name)
+  while logger is not None:
+    if any(not isinstance(handler, _WarningHandler) for handler in logger.handlers):
+      return True
+    logger = logger.parent if logger.propagate else None
+  return False
 
 
 def _write(file: _File, event: Event) -> None:

@@ -106,3 +106,20 @@ def test_a_broken_link_is_named_and_its_replacement_works(tmp_path, target, prob
       assert problem in str(caught.value) and 'Delete or replace the link' in str(caught.value)
   link.unlink()
   lock_lib.lock_model_dir(str(link / 'run')).release()
+
+
+def test_links_of_a_path_are_resolved(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'real/run').mkdir(parents=True)
+  (tmp_path / 'link').symlink_to('real')
+  (tmp_path / 'dangling').symlink_to('nothing')
+  for path, expected in {
+    'link/run': f'{tmp_path}/real/run',
+    'link/new': f'{tmp_path}/real/new',
+    f'{tmp_path}/link': f'{tmp_path}/real',
+    'real/run': 'real/run',
+    'new': 'new',
+    'dangling': 'dangling',
+    'gs://bucket/run': 'gs://bucket/run',
+  }.items():
+    assert checkpoints.without_links(path) == expected

@@ -9,7 +9,6 @@ import sys
 import textwrap
 import threading
 
-from etils import epath
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,8 +18,9 @@ from t5x_lite import checkpoints
 from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import tree_utils
+from t5x_lite.checkpoints import commit
 from t5x_lite.checkpoints import manifest
-from t5x_lite.checkpoints import state_io
+from t5x_lite.checkpoints import store_io
 from tests.checkpoints import checkpoint_states as states
 
 Cfg = checkpoints.SaveCheckpointConfig
@@ -101,16 +101,16 @@ def test_save_returns_before_the_commit(tmp_path, monkeypatch):
     assert manager.all_steps() == [1, 2]
 
 
-def test_save_does_not_wait_for_orbax(tmp_path, monkeypatch):
-  # On one host a save takes a copy and returns; that Orbax looks at each array before it writes is not waited for.
+def test_save_does_not_wait_for_the_disk(tmp_path, monkeypatch):
+  # A save takes a copy and returns; not even the folder of the checkpoint is waited for.
   let_go = threading.Event()
-  start = state_io.StateWriter.start
+  begin = commit.begin
 
-  def slow_start(*args):
+  def slow_begin(pending):
     assert let_go.wait(20)
-    return start(*args)
+    begin(pending)
 
-  monkeypatch.setattr(state_io.StateWriter, 'start', slow_start)
+  monkeypatch.setattr(commit, 'begin', slow_begin)
   with checkpoints.CheckpointManager(tmp_path, save_cfg=Cfg()) as manager:
     state = states.state(1)
     assert manager.save(1, state)
@@ -219,21 +219,15 @@ def test_empty_nodes_and_none_come_back_from_the_target(tmp_path):
 
 
 def test_a_failed_write_does_not_affect_later_ones(tmp_path, monkeypatch):
-  failed, write_text = [], epath.Path.write_text
-
-  def disk_full(self, *args, **kwargs):
-    if self.name != '_CHECKPOINT_METADATA':  # which Orbax writes several times
-      return write_text(self, *args, **kwargs)
-    failed.append(self)
+  def disk_full(*args):
     raise OSError(errno.ENOSPC, 'No space left on device')
 
   with checkpoints.CheckpointManager(tmp_path, save_cfg=Cfg()) as manager:
     with monkeypatch.context() as patch:
-      patch.setattr(epath.Path, 'write_text', disk_full)
+      patch.setattr(store_io, 'write_parts', disk_full)
       manager.save(1, states.state(1))
       with pytest.raises(errors.SaveError, match='step 1 could not be written'):
         manager.wait()
-    assert len(failed) > 1
     for step in (2, 3):
       manager.save(step, states.state(step))
       manager.wait()
@@ -277,9 +271,9 @@ def test_background_errors_surface_with_their_step(tmp_path, monkeypatch, where)
 
 
 def test_a_full_disk(tmp_path):
-  # The kernel limits the size of files, which fails like a full disk during Orbax's writing.
+  # The kernel limits the size of files, which fails like a full disk while TensorStore writes.
   script = textwrap.dedent("""
-    import resource, sys
+    import resource, sys, threading
     import jax.numpy as jnp
     from t5x_lite import checkpoints, errors
     manager = checkpoints.CheckpointManager(sys.argv[1], save_cfg=checkpoints.SaveCheckpointConfig(keep=1))
@@ -292,13 +286,14 @@ def test_a_full_disk(tmp_path):
       except errors.CheckpointError as e:
         print('failed:', e)
       resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    for size in (0, 20_000, 0):  # TensorStore may still call closed objects of Orbax
+    for size in (0, 20_000, 0):
       fail(0, size)
     manager.save(1, state); manager.wait()
     fail(2, 20_000)
     print(manager.all_steps())
     manager.save(3, state)
     manager.close()
+    assert threading.active_count() == 1  # none keeps the process alive
   """)
   done = subprocess.run(
     [sys.executable, '-W', 'error', '-c', script, str(tmp_path)],
@@ -313,8 +308,63 @@ def test_a_full_disk(tmp_path):
   ), done.stdout
   assert sorted(os.listdir(tmp_path)) == ['.lock', 'checkpoint_3']
   assert checkpoints.newest_sound_step(tmp_path) == 3
-  # The log has one line with the error, and no lines of Orbax.
+  # The log has one line with the error, and no lines of libraries.
   assert [line for line in done.stderr.splitlines() if 'could not be written' not in line] == []
+
+
+def test_a_directory_that_is_moved_away_is_a_failed_save(tmp_path):
+  run = tmp_path / 'run'
+  with checkpoints.CheckpointManager(run, save_cfg=Cfg()) as manager:
+    manager.save(1, states.state(1))
+    manager.wait()
+    run.rename(tmp_path / 'away')
+    for taken in (False, True):
+      if taken:
+        run.mkdir()
+      with pytest.raises(OSError, match='No such file|is another folder'):
+        manager.check_directory()
+      manager.save(2, states.state(2))
+      with pytest.raises(
+        errors.SaveError, match='step 2 could not be written.*(No such|another folder)'
+      ):
+        manager.wait()
+      assert manager.mark_unsound(1, 1, 'reason') == []
+    assert not os.listdir(run)
+    run.rmdir()
+    (tmp_path / 'away').rename(run)
+    manager.check_directory()
+    manager.save(3, states.state(3))
+  assert checkpoints.all_steps(run) == [1, 3] and not list(run.glob('*.tmp-*'))
+
+
+def test_a_folder_that_is_renamed_while_it_is_written_is_not_made_again(tmp_path, monkeypatch):
+  run = tmp_path / 'run'
+  opened = store_io._opened
+
+  def rename_first(*args):
+    if run.exists():
+      run.rename(tmp_path / 'away')
+    return opened(*args)
+
+  monkeypatch.setattr(store_io, '_opened', rename_first)
+  with checkpoints.CheckpointManager(run, save_cfg=Cfg()) as manager:
+    manager.save(1, states.state(1))
+    with pytest.raises(errors.SaveError, match='step 1 could not be written'):
+      manager.wait()
+  assert os.listdir(tmp_path) == ['away']
+
+
+def test_a_link_that_is_switched_leads_no_save_elsewhere(tmp_path):
+  for name in ('first', 'other'):
+    (tmp_path / name).mkdir()
+  link = tmp_path / 'link'
+  link.symlink_to('first')
+  with checkpoints.CheckpointManager(link, save_cfg=Cfg(keep=1)) as manager:
+    link.unlink()
+    link.symlink_to('other')
+    for step in (1, 2):
+      manager.save(step, states.state(step))
+  assert checkpoints.all_steps(tmp_path / 'first') == [2] and not os.listdir(tmp_path / 'other')
 
 
 def test_arrays_without_elements(tmp_path):

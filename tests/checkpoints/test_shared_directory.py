@@ -15,6 +15,7 @@ from t5x_lite import checkpoints
 from t5x_lite import errors
 from t5x_lite.checkpoints import lock as lock_lib
 from t5x_lite.checkpoints import sources
+from t5x_lite.checkpoints import store_io
 from tests import processes
 
 # Saves a state of equal numbers, the step, until its standard input ends. The arrays are in several files.
@@ -185,15 +186,15 @@ def test_a_run_that_lost_its_lock_ends_at_its_next_save(tmp_path):
 def test_a_lock_that_is_lost_while_a_save_is_written(tmp_path, monkeypatch):
   run = tmp_path / 'run'
   manager = _manager(run)
-  finish = manager._writer.finish
+  write_parts = store_io.write_parts
 
-  def lose_lock():
-    finish()
+  def lose_lock(*args):
+    write_parts(*args)
     (run / lock_lib.LOCK_FILENAME).write_text(
       json.dumps({'pid': 7, 'host': 'elsewhere', 'since': 'today'})
     )
 
-  monkeypatch.setattr(manager._writer, 'finish', lose_lock)
+  monkeypatch.setattr(store_io, 'write_parts', lose_lock)
   manager.save(1, _state(1))
   with pytest.raises(
     errors.DirectoryInUseError, match='also in use by process 7 on host elsewhere, since today'

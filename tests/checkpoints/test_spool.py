@@ -9,6 +9,7 @@ from t5x_lite import checkpoints
 from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import object_store
+from t5x_lite.checkpoints import commit
 from t5x_lite.checkpoints import spool
 
 _CFG = checkpoints.SaveCheckpointConfig()
@@ -106,16 +107,48 @@ def test_a_copy_that_fails_is_tried_again(s3_store, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
   'spool_dir, model_dir',
-  [('s3://bucket/spool', 's3://bucket/run'), ('spool', 'run'), ('', 's3://b/r')],
+  [
+    ('s3://bucket/spool', 's3://bucket/run'),
+    ('run/spool', 'run'),
+    ('run', 'run'),
+    ('', 's3://b/r'),
+  ],
 )
 def test_invalid_folders(tmp_path, monkeypatch, spool_dir, model_dir):
   monkeypatch.chdir(tmp_path)
   with pytest.raises(
     errors.ConfigError,
-    match='`train.spool_dir` must be a local folder, with a MODEL_DIR in an object',
+    match='`train.spool_dir` must be a local folder outside of MODEL_DIR, got',
   ):
     spool.Spool(spool_dir, model_dir)
   assert not os.listdir(tmp_path)
+
+
+def test_an_earlier_save_does_not_replace_a_later_one(tmp_path):
+  kept = spool.Spool(str(tmp_path / 'spool'), tmp_path / 'run')
+
+  def save(number):
+    return commit.new_save(
+      tmp_path / 'run',
+      10 * number,
+      f'0000abcd-{number}',
+      arrays={},
+      metadata={},
+      metrics={},
+      has_data_state=False,
+    )
+
+  def write(number):
+    return kept.write(
+      save(number), lambda here: (here.temporary / 'file').write_text(''), lambda name: None
+    ).name
+
+  assert [write(number) for number in (2, 1, 2)] == ['checkpoint_20'] * 3
+  assert os.listdir(kept.folder) == ['checkpoint_20']
+  kept.clear(save(1))
+  assert os.listdir(kept.folder) == ['checkpoint_20']
+  kept.clear(save(2))
+  assert os.listdir(kept.folder) == []
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):

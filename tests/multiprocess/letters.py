@@ -30,7 +30,7 @@ from t5x_lite import actions
 from t5x_lite import data
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import manifest
-from t5x_lite.checkpoints import state_io
+from t5x_lite.checkpoints import store_io
 from tests.apps.infer import toy_infer
 from tests.apps.train import toy_run
 from tests.models import toy_model
@@ -112,21 +112,14 @@ def happens(at):
     os.kill(os.getpid(), getattr(signal, fault['do']))
 
 
-class _Writer(state_io.StateWriter):
-  """Writer with faults."""
-
-  def start(self, directory, flat_state):
-    """See base class."""
-    happens('write')
-    super().start(directory, flat_state)
-
-  def finish(self):
-    """See base class."""
-    happens('finish')
-    super().finish()
+def _write_parts(directory, state, write_parts=store_io.write_parts):
+  """Write the arrays of this process, with the faults."""
+  happens('write')
+  write_parts(directory, state)
+  happens('finish')
 
 
-state_io.StateWriter = _Writer
+store_io.write_parts = _write_parts
 
 
 def on_event(event):

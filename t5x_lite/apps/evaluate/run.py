@@ -117,7 +117,9 @@ def evaluate(
   """
   cfg = EvaluateConfig(**locals())
   recorded = restore_lib.with_recorded_ids(cfg.dataset_cfg, cfg.restore_checkpoint_cfg)
-  cfg = dataclasses.replace(cfg, dataset_cfg=recorded)
+  cfg = dataclasses.replace(
+    cfg, dataset_cfg=recorded, output_dir=checkpoints.without_links(cfg.output_dir)
+  )
   with contextlib.ExitStack() as stack:
     if not cfg.dry_run:
       stack.enter_context(standard_streams.lossy_output('stdout', 'stderr'))

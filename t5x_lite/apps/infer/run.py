@@ -142,7 +142,9 @@ def infer(
   """
   cfg = InferConfig(**locals())
   recorded = restore_lib.with_recorded_ids(cfg.dataset_cfg, cfg.restore_checkpoint_cfg)
-  cfg = dataclasses.replace(cfg, dataset_cfg=recorded)
+  cfg = dataclasses.replace(
+    cfg, dataset_cfg=recorded, output_dir=checkpoints.without_links(cfg.output_dir)
+  )
   with contextlib.ExitStack() as stack:
     stack.enter_context(standard_streams.lossy_output('stdout', 'stderr'))
     is_lead = multihost.is_lead()

@@ -21,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
   parser.add_argument(
     '--spool_dir',
-    help='local folder that keeps the newest checkpoint if the object store of '
-    'MODEL_DIR does not take it; the next run with this folder copies it to the store',
+    help='local folder outside of MODEL_DIR that keeps the newest checkpoint if it cannot be '
+    'written to MODEL_DIR; the next run with this folder copies it there',
   )
 
 

@@ -44,9 +44,6 @@ from t5x_lite.evaluation import Threshold
 from t5x_lite.formatting import capitalized
 from t5x_lite.train_state import TrainState
 
-# After a signal, a store that does not answer has this time before the checkpoint goes to the spool folder.
-_STORE_SECONDS_AFTER_SIGNAL = 10.0
-
 
 @dataclasses.dataclass(kw_only=True)
 class TrainLoop:
@@ -271,12 +268,6 @@ class TrainLoop:
     """Save the state if a save is due or the run ends."""
     if self.saves is None or not self._is_sound or self.trainer.step <= self._first_step:
       return
-    if (
-      self.signals.requested and self.cfg.spool_dir is not None
-    ):  # a machine may soon be taken away
-      files.set_store_seconds(
-        self.cfg.model_dir, min(self.cfg.max_store_seconds, _STORE_SECONDS_AFTER_SIGNAL)
-      )
     reasons = []
     if self._is_complete and self._error is None:
       with self._keeping_error():
@@ -483,6 +474,8 @@ class TrainLoop:
     cfg = self.cfg
     finding = trainer.non_finite.finding
     assert finding is not None  # checked by `recover`
+    if self.saves is not None:
+      self.saves.check_directory()  # without its checkpoints the run would begin again
     bad_step_age = trainer.step - finding.step
     try:
       point = start_lib.choose_start(cfg.model_dir, cfg.checkpoint_cfg)

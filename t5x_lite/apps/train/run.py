@@ -7,6 +7,7 @@ The same command resumes a run that was stopped or killed; the result is bitwise
 
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
@@ -163,8 +164,8 @@ def train(
     warn_every_seconds: warn with the stacks of all threads each time that this time passes without a completed step,
       whatever the run does, and never end the run; independent of the limits above. None for no such warnings.
     max_store_seconds: how long a request to an object store is repeated if it fails for a temporary reason.
-    spool_dir: local folder that keeps the newest checkpoint if an object store does not take it; the next run with this
-      folder copies it to the store. With several processes, all must share it.
+    spool_dir: local folder outside of `model_dir` that keeps the newest checkpoint if it cannot be written to
+      `model_dir`; the next run with this folder copies it there. With several processes, all must share it.
     profile_steps: `runtime.ProfileConfig` with the steps to profile into `model_dir/train`; or (first, last) for the
       steps after `first` up to `last`.
     log_cfg: log lines about batches, steps and the memory of devices.
@@ -196,6 +197,7 @@ def train(
       resume.
   """
   cfg = TrainConfig(**locals())
+  cfg = dataclasses.replace(cfg, model_dir=checkpoints.without_links(cfg.model_dir))
   files.set_store_seconds(cfg.model_dir, cfg.max_store_seconds)
   profiler = runtime.StepProfiler(cfg.profile_steps, os.path.join(cfg.model_dir, 'train'))
   with contextlib.ExitStack() as stack:
@@ -231,6 +233,11 @@ def train(
     memory = runtime.DeviceMemory(
       cfg.partitioner.mesh.local_devices, is_enabled=cfg.log_cfg.device_memory
     )
+
+    if cfg.model_dir != os.fspath(model_dir):
+      progress.log(
+        f'MODEL_DIR {os.fspath(model_dir)} is a link or below one: the run uses {cfg.model_dir} until it ends.'
+      )
 
     # Starting point: this run's checkpoint, the configured one, or none. A run of an earlier version keeps its ids.
     progress.note('looking for checkpoints')
@@ -414,6 +421,7 @@ def train(
         run_facts=facts,
         progress=progress,
         events=events,
+        signals=signals,
       )
     if signals.is_due():
       raise StoppedOnSignalError(

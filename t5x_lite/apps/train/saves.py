@@ -24,6 +24,10 @@ from t5x_lite.errors import CheckpointDamagedError, DataError, SaveError, of_oth
 from t5x_lite.evaluation import TRAINING_EVAL
 from t5x_lite.formatting import capitalized
 
+# After a signal, a store that does not answer has this time; the checkpoint is then only in the spool folder.
+_STORE_SECONDS_AFTER_SIGNAL = 10.0
+# Time between two looks for a signal while a save is waited for.
+_POLL_SECONDS = 0.2
 _FAILED = object()
 _OF_ANOTHER_PROCESS = of_other_process(
   SaveError('Another process could not write its part; see its message.')
@@ -48,6 +52,7 @@ class TrainSaves:
     run_facts: dict[str, Any],
     progress: runtime.Progress,
     events: runtime.EventLog,
+    signals: runtime.StopSignals,
   ):
     """Store the arguments; save nothing.
 
@@ -60,7 +65,9 @@ class TrainSaves:
       run_facts: facts of the run that each checkpoint records.
       progress: log and progress line.
       events: log of the run's events.
+      signals: stop signals, after which a save must be fast.
     """
+    self._signals = signals
     self._manager = manager
     self._run_cfg = cfg
     self._cfg = cfg.checkpoint_cfg.save
@@ -75,6 +82,8 @@ class TrainSaves:
     self._failures_in_a_row = 0
     self._last_failure: Exception | None = None
     self._saved_at = time.monotonic()
+    # Step at which the run continues if it ends now.
+    self._newest = trainer.step
     self._policy = checkpoints.save_policies_from_config(self._cfg)
     # Line of the last checkpoint that the writing thread has committed, for the log of the main thread.
     self._committed = ''
@@ -161,7 +170,11 @@ class TrainSaves:
     self._progress.note(f'saving step {trainer.step:,}')
     if files.is_remote(self._manager.directory) and self._manager.is_writing:
       self._progress.log('Waiting for the previous save, which the store has not yet taken.')
-    self.wait()
+    keep_first = self._wait_or_keep()
+    if keep_first:
+      self._is_writing = False  # the manager waits for it
+    else:
+      self.wait()
     facts = {
       **self._run_facts,
       **self._batches.facts,
@@ -169,7 +182,7 @@ class TrainSaves:
       'evaluation_due': evaluation_due,
       'bad_steps_in_a_row': trainer.non_finite.bad_steps_in_a_row,
     }
-    data_state = self._prepare()
+    data_state, problem = self._prepare()
     if data_state is _FAILED:
       return
     numbers = self._evaluations.numbers(trainer.step)
@@ -188,6 +201,7 @@ class TrainSaves:
 
     def on_commit() -> None:
       self._events.emit('save_committed', checkpoint=step)
+      self._newest = step
       seconds = time.monotonic() - start
       self._committed = f'step {step:,}  Saved {name} in {seconds:.1f} s: {", ".join(reasons)}.'
 
@@ -204,6 +218,8 @@ class TrainSaves:
           **start_lib.optimizer_metadata(trainer.train_state),
         },
         is_sound=is_sound,
+        problem=problem,
+        keep_first=keep_first,
       )
     except SaveError as error:
       self._count_failure(error)
@@ -216,11 +232,7 @@ class TrainSaves:
   def confirm(self) -> None:
     """Confirm the last checkpoint once a later step has shown it to be sound; log a save, and warn if it failed."""
     self._log_committed()
-    if (
-      self._is_writing
-      and self._manager.has_failed
-      and (jax.process_count() == 1 or self._manager.misses_barriers)
-    ):
+    if self._is_writing and self._manager.has_failed and jax.process_count() == 1:
       self.wait()
     if (
       self._unconfirmed is not None
@@ -245,23 +257,30 @@ class TrainSaves:
     except OSError as error:
       self._last_failure = self._cannot_write(error)
     except SaveError as error:
-      if error.ends_run:
-        raise
       self._last_failure = error
     if not multihost.any_process(self._last_failure is not None):
       return
     cause = self._last_failure or _OF_ANOTHER_PROCESS
+    message = f'The last save of the run failed: {cause} {self._remedy()}'
+    if must_succeed:
+      raise SaveError(message) from cause
+    logging.getLogger(__name__).warning('%s', message)
+
+  def _remedy(self) -> str:
+    """Return what to do after failed saves, and which steps are lost."""
     if files.is_remote(self._manager.directory):
       remedy = 'Wait for the store'
     else:
       remedy = 'Free disk space or fix the path'
-    message = (
-      f'The last save of the run failed: {cause} {remedy}, then rerun the command: it resumes from the newest '
-      'checkpoint.'
-    )
-    if must_succeed:
-      raise SaveError(message) from cause
-    logging.getLogger(__name__).warning('%s', message)
+    newest = max(self._newest, getattr(self._last_failure, 'kept_step', None) or 0)
+    text = f'{remedy}, then rerun the command: it continues from step {newest:,}'
+    first = newest + 1
+    step = self._trainer.step
+    if first == step:
+      text += f'; step {step:,} is lost'
+    elif first < step:
+      text += f'; steps {first:,} to {step:,} are lost'
+    return f'{text}.'
 
   def wait(self, *, is_last: bool = False) -> None:
     """Wait for the previous save and count it if it failed; raise like `save`."""
@@ -269,6 +288,8 @@ class TrainSaves:
       return
     self._is_writing = False
     try:
+      if self._wait_or_keep():
+        self._manager.keep()
       self._manager.wait()
     except SaveError as error:
       self._count_failure(error, is_last=is_last)
@@ -276,6 +297,23 @@ class TrainSaves:
       self._log_committed()
       self._failures_in_a_row = 0
       self._last_failure = None
+
+  def _wait_or_keep(self) -> bool:
+    """Wait for the previous save, and return whether a signal means that the spool folder must have the state first.
+
+    The machine may soon be taken away, so a store that does not answer gets less time. Several processes, which could
+    disagree on when the signal came, wait for the previous save.
+    """
+    while True:
+      keeps = self._signals.requested and self._run_cfg.spool_dir is not None
+      if keeps:
+        limit = min(self._run_cfg.max_store_seconds, _STORE_SECONDS_AFTER_SIGNAL)
+        files.set_store_seconds(self._manager.directory, limit)
+      if jax.process_count() > 1:
+        return False
+      if keeps or not self._manager.is_writing:
+        return keeps
+      self._manager.wait_for(_POLL_SECONDS)
 
   def _log_committed(self) -> None:
     if self._committed:
@@ -297,21 +335,34 @@ class TrainSaves:
       )
 
   def newest_step(self) -> int | None:
-    """Return the step of the newest checkpoint of the run, or None."""
-    return self._manager.latest_step()
+    """Return the step of the newest checkpoint of the run, or None if there is none or the directory cannot be read."""
+    try:
+      return self._manager.latest_step()
+    except OSError:
+      return None
 
   def newest_sound_step(self) -> int | None:
     """Return the step of the newest sound checkpoint of the run, or None."""
     self.wait()
     try:
       return checkpoints.newest_sound_step(self._manager.directory)
-    except CheckpointDamagedError:
+    except (CheckpointDamagedError, OSError):
       return None
+
+  def check_directory(self) -> None:
+    """Raise SaveError if the checkpoints of the run cannot be read now, e.g. because the directory is away."""
+    try:
+      self._manager.check_directory()
+    except OSError as error:
+      raise SaveError(
+        f'The run cannot return to an earlier step: {error}. Fix the path, then rerun the command.'
+      ) from error
 
   def rewind(self, step: int) -> None:
     """Let the run replace checkpoints later than `step` when it saves these steps again."""
     self._manager.forget_after(step)
     self._unconfirmed = None
+    self._newest = step
 
   @property
   def _best(self) -> dict[tuple[str, str], float]:
@@ -326,15 +377,23 @@ class TrainSaves:
     if best:
       self._run_facts['best_metrics'] = [[*key, value] for key, value in best.items()]
 
-  def _prepare(self) -> Any:
-    """Write all results that the checkpoint covers; return the position in the data or `_FAILED`."""
+  def _prepare(self) -> tuple[Any, Exception | None]:
+    """Write all results that the checkpoint covers.
+
+    Returns:
+      (position in the data or `_FAILED`, error because of which only the spool folder can have the checkpoint).
+    """
     failed = None
+    problem = None
     data_state = None
     try:
       self._trainer.flush()
       self._evaluations.flush()
     except OSError as error:
-      failed = self._cannot_write(error)
+      if self._run_cfg.spool_dir is None:
+        failed = self._cannot_write(error)
+      else:
+        problem = error
     try:
       if self._cfg.save_dataset:
         data_state = self._batches.get_state()
@@ -347,8 +406,8 @@ class TrainSaves:
       )
     if multihost.any_process(failed is not None):
       self._count_failure(failed or _OF_ANOTHER_PROCESS)
-      return _FAILED
-    return data_state
+      return _FAILED, None
+    return data_state, problem
 
   def _cannot_write(self, error: OSError) -> SaveError:
     return SaveError(
@@ -359,12 +418,10 @@ class TrainSaves:
   def _count_failure(self, error: Exception, *, is_last: bool = False) -> None:
     self._failures_in_a_row += 1
     self._last_failure = error
-    if getattr(error, 'ends_run', False):
-      raise error
     if self._failures_in_a_row >= self._cfg.max_failures_in_a_row:
       raise SaveError(
         f'{self._failures_in_a_row} saves in a row failed, the limit of '
-        f'`SaveCheckpointConfig.max_failures_in_a_row`. Last error: {error}'
+        f'`SaveCheckpointConfig.max_failures_in_a_row`. Last error: {error} {self._remedy()}'
       ) from error
     if not is_last:
       logging.getLogger(__name__).warning(

@@ -18,7 +18,7 @@ from tests.apps.train import toy_run
 _ROOT = pathlib.Path(__file__).parents[3]
 # Each run is undisturbed but for `fills_at` and `empties_at`, between whose steps no file may grow past a size.
 _SCRIPT = """
-import pathlib, resource, sys
+import pathlib, resource, sys, threading
 from t5x_lite.actions import BaseAction
 from t5x_lite.errors import SaveError
 from tests.apps.train import toy_run
@@ -29,6 +29,9 @@ class Disk(BaseAction):
   def run(self, train_state, metrics_by_task):
     limit = self.limits.get(int(train_state.step))
     if limit is not None:
+      for thread in threading.enumerate():  # the save of an earlier step meets the disk of that step
+        if thread.name.startswith('checkpoint-'):
+          thread.join()
       resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
 def train(name, disk, save, **kwargs):
@@ -119,6 +122,43 @@ def test_saves_that_fail_in_a_row_end_the_run(runs):
   line = next(line for line in out.splitlines() if line.startswith('in_a_row '))
   assert line.startswith('in_a_row 74 2 saves in a row failed'), line
   assert _files(root / 'in_a_row') == []
+
+
+@pytest.mark.full
+def test_one_inode_is_left(tmp_path):
+  """The folder of a save gets it, and nothing in it can be made: the process ends at once, without waiting threads."""
+  if os.geteuid() != 0 or shutil.which('unshare') is None:
+    pytest.skip('Mounting a small file system takes root and unshare.')
+  program = """
+import os, pathlib
+from t5x_lite.actions import BaseAction
+from tests.apps.train import toy_run
+
+class Fill(BaseAction):
+  def run(self, train_state, metrics_by_task):
+    if int(train_state.step) == 4:
+      try:
+        for i in range(1000):
+          pathlib.Path(f'disk/{i}').touch()
+      except OSError:
+        os.unlink('disk/0')
+
+toy_run.train('disk/run', 6, save={'period': 6}, actions={'TRAIN': [Fill()]}, train_eval_dataset_cfg=None,
+              infer_eval_dataset_cfg=None, eval_period=None)
+"""
+  mount = 'mkdir disk && mount -t tmpfs -o size=64m,nr_inodes=100 tmpfs disk && exec "$@"'
+  done = subprocess.run(
+    ['unshare', '-m', 'sh', '-c', mount, 'sh', sys.executable, '-c', program],
+    cwd=tmp_path,
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=False,
+    env={**os.environ, 'PYTHONPATH': str(_ROOT)},
+  )
+  if 'unshare failed' in done.stderr or 'permission denied' in done.stderr.lower():
+    pytest.skip('This machine does not let root mount a file system.')
+  assert 'The last save of the run failed' in done.stderr and 'No space left' in done.stderr
 
 
 @pytest.mark.full

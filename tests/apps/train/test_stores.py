@@ -103,13 +103,6 @@ def test_a_store_that_is_lost_in_the_middle(s3_store, on_disk, tmp_path, monkeyp
   toy_run.assert_same_run(on_disk, s3_store.root, 20)
 
 
-def test_a_spool_folder_needs_a_store(tmp_path):
-  with pytest.raises(
-    Exception, match='`train.spool_dir` must be a local folder, with a MODEL_DIR in an object store'
-  ):
-    toy_run.train(tmp_path / 'run', 2, spool_dir=str(tmp_path / 'spool'))
-
-
 _TWO = """
     import sys
     from t5x_lite import runtime
@@ -151,6 +144,48 @@ def test_two_processes_write_below_one_prefix(store, tmp_path):
   assert any(
     'ocdbt.process_1/' in name for name in store.names() if name.startswith('checkpoint_4')
   )
+
+
+def test_a_signal_while_a_save_is_repeated(s3_store, tmp_path):
+  """The run waits for a save that the store does not take; a signal brings the newest state to the spool folder."""
+  options = {
+    'save': {'period': 500},
+    'stats_period': 500,
+    'eval_period': 10000,
+    'train_eval_dataset_cfg': None,
+    'infer_eval_dataset_cfg': None,
+    'spool_dir': str(tmp_path),
+  }
+  process = subprocess.Popen(
+    [
+      sys.executable,
+      '-m',
+      'tests.apps.train.toy_run',
+      s3_store.root,
+      'total_steps=1000000',
+      *(f'{name}={value!r}' for name, value in options.items()),
+    ],
+    cwd=_ROOT,
+    env={**os.environ, **s3_store.env},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
+  try:
+    while 'Saved checkpoint_' not in (line := process.stdout.readline()):
+      assert line
+    with s3_store.proxy.fault(unreachable=True):
+      while 'Waiting for the previous save' not in (line := process.stdout.readline()):
+        assert line
+      step = int(line.split('step ')[1].split()[0].replace(',', ''))
+      process.send_signal(signal.SIGTERM)
+      deadline = time.monotonic() + 30
+      while not list(tmp_path.glob(f'*/checkpoint_{step}/manifest.json')):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+  finally:
+    process.kill()
+    process.communicate()
 
 
 @pytest.mark.full
