@@ -51,7 +51,7 @@ def plot(
     The file.
 
   Raises:
-    ConfigError: matplotlib is missing, or the file cannot be written.
+    ConfigError: matplotlib is missing, or the file cannot be written or is a link.
     DataError: a directory has no metrics or no metric of a given name; with `from_start`, no checkpoint has the first
       step of the run.
   """
@@ -77,6 +77,7 @@ def plot(
     path = files.path(model_dirs[0]) / 'metrics.png'
   if not path.suffix:
     path = path.with_suffix('.png')
+  files.check_regular(path)
   with figures.figure_style():
     figure = drawing.draw(
       runs,
@@ -85,10 +86,7 @@ def plot(
       step_label='steps since the start of the run' if from_start else 'training step',
     )
     try:
-      if files.is_remote(path):
-        files.write(path, lambda local: figure.savefig(local, dpi=120))
-      else:
-        figure.savefig(path, dpi=120)
+      files.write(path, lambda local: figure.savefig(local, dpi=120, format=path.suffix[1:]))
     except (OSError, ValueError) as error:  # ValueError: a format that matplotlib does not know
       raise ConfigError(
         f'Cannot write the plot to {str(path)!r}: {error}. Choose another --out.'

@@ -49,6 +49,17 @@ def test_default_metrics_and_file(tmp_path):
   assert 'econds' not in text
 
 
+def test_a_plot_does_not_replace_the_target_of_a_link(tmp_path):
+  run = _run(tmp_path / 'a')
+  (tmp_path / 'photo.png').write_text('of the user')
+  (run / 'metrics.png').symlink_to('../photo.png')
+  with pytest.raises(errors.LinkedFileError, match="metrics.png' must be .*photo.png"):
+    plot_lib.plot([run])
+  assert (tmp_path / 'photo.png').read_text() == 'of the user'
+  (run / 'metrics.png').unlink()
+  assert plot_lib.plot([run]).read_bytes().startswith(_PNG)
+
+
 @pytest.mark.parametrize(
   'config, unit',
   [
