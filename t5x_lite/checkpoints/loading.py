@@ -13,9 +13,9 @@ from flax import serialization
 from t5x_lite import checks
 from t5x_lite import errors
 from t5x_lite import files
+from t5x_lite import plain_paths
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import options
-from t5x_lite.checkpoints import plain_paths
 from t5x_lite.checkpoints import restore
 from t5x_lite.checkpoints import sources
 from t5x_lite.checkpoints import transforms

@@ -20,12 +20,12 @@ import numpy as np
 
 from t5x_lite import errors
 from t5x_lite import files
+from t5x_lite import plain_paths
 from t5x_lite import tree_utils
 from t5x_lite.checkpoints import commit as commit_lib
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import lock
 from t5x_lite.checkpoints import manifest
-from t5x_lite.checkpoints import plain_paths
 from t5x_lite.checkpoints import state_io
 from t5x_lite.checkpoints import store_io
 

@@ -4,6 +4,20 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'what_was_written_is_not_opened',
+    't5x_lite/checkpoints/commit.py',
+    '  state_io.check_written(pending.state, pending.arrays)\n',
+    '',
+    'tests/test_plain_paths.py::test_a_save_that_cannot_be_opened_fails',
+  ),
+  Mutant(
+    'only_the_names_of_written_arrays_count',
+    't5x_lite/checkpoints/state_io.py',
+    '    if got != expected:\n',
+    "    if got == 'none':\n",
+    'tests/test_plain_paths.py::test_arrays_that_were_written_are_compared',
+  ),
+  Mutant(
     'an_index_may_lack_any_tensor',
     't5x_lite/checkpoints/hugging_face/tensor_files.py',
     'listed -= self._tied - set(entries)',
