@@ -201,6 +201,47 @@ def open_regular(
   return descriptor
 
 
+def open_to_read(
+  name: str | os.PathLike[str], flags: int = os.O_RDONLY, *, max_bytes: int | None = None
+) -> int:
+  """Open a local file to read it; return its descriptor. Also an `opener` of `open`.
+
+  Args:
+    name: path of a regular file, or of a link to one.
+    flags: flags of `os.open`.
+    max_bytes: largest size; None for any.
+
+  Raises:
+    InvalidFileError: the file is not a regular file, which may have no end or keep its reader waiting, or too large.
+    OSError: the file cannot be opened.
+  """
+  # Without O_NONBLOCK, a FIFO would wait for a writer.
+  descriptor = os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+  status = os.fstat(descriptor)
+  try:
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(
+      status.st_mode
+    ):  # A folder fails later.
+      raise errors.InvalidFileError(
+        f'{os.fspath(name)!r} must be a regular file, got a pipe, a device or a socket. Replace it by a copy of the '
+        'file.'
+      )
+    check_size(name, status.st_size, max_bytes)
+  except BaseException:
+    os.close(descriptor)
+    raise
+  return descriptor
+
+
+def check_size(name: PathLike, size: int, max_bytes: int | None) -> None:
+  """Raise InvalidFileError if the size of a file is more than `max_bytes`; None for any size."""
+  if max_bytes is not None and size > max_bytes:
+    raise errors.InvalidFileError(
+      f'{os.fspath(name)!r} must have at most {max_bytes:,} bytes, got {size:,}. Replace it by a copy of the '
+      'original file.'
+    )
+
+
 def check_regular(name: str | os.PathLike[str]) -> None:
   """Raise if a path is that of a link or a special file, see `open_regular`; does nothing for a missing file.
 

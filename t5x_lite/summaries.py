@@ -60,6 +60,7 @@ def _tensorboardx() -> tuple[Any, Any, Any]:
 
 
 METRICS_FILE = 'metrics.jsonl'
+_MAX_STEP = 2**31 - 1
 # Prefix of the names of files of predictions, before the step.
 PREDICTIONS_PREFIX = 'predictions-'
 # Strings for numbers that JSON does not support.
@@ -500,7 +501,8 @@ def read_arrays(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     arrays = {}
     for name, value in row.items():
       if isinstance(value, list):
-        arrays[name] = np.asarray(value, np.float64)
+        with contextlib.suppress(ValueError):  # Lists of unequal lengths are not an array.
+          arrays[name] = np.asarray(value, np.float64)
     if arrays:
       found.append({'step': row['step'], **arrays})
   return found
@@ -640,7 +642,7 @@ def _missing_until(line: str, row: dict[str, Any], last_step: int | None) -> lis
 
 
 def _has_step(row: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
-  return row is not None and isinstance(row.get('step'), int)
+  return row is not None and type(row.get('step')) is int and abs(row['step']) <= _MAX_STEP
 
 
 def _rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -656,7 +658,8 @@ def _is_numbers(value: Any) -> bool:
     return all(_is_numbers(item) for item in value)
   if isinstance(value, str):
     return value in _NOT_IN_JSON
-  return isinstance(value, (int, float))
+  # Longer integers are not floating-point numbers.
+  return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**1023)
 
 
 def _to_json(value: float | list) -> float | str | list:

@@ -8,6 +8,7 @@ import re
 from t5x_lite import checkpoints
 from t5x_lite import files
 from t5x_lite import summaries
+from t5x_lite import untrusted
 from t5x_lite.apps.common import figures
 from t5x_lite.apps.plot import drawing
 from t5x_lite.errors import CheckpointDamagedError, ConfigError, DataError, did_you_mean
@@ -52,8 +53,8 @@ def plot(
 
   Raises:
     ConfigError: matplotlib is missing, or the file cannot be written or is a link.
-    DataError: a directory has no metrics or no metric of a given name; with `from_start`, no checkpoint has the first
-      step of the run.
+    DataError: a directory has no metrics or no metric of a given name, or a file is not a regular file or too large;
+      with `from_start`, no checkpoint has the first step of the run.
   """
   folders = dict(zip(_run_names(model_dirs), model_dirs, strict=True))
   runs = {}
@@ -110,7 +111,7 @@ def _loss_unit(model_dirs: Sequence[str | os.PathLike[str]]) -> str:
   for model_dir in model_dirs:
     path = files.path(model_dir) / 'config.gin'
     if path.is_file():
-      text = path.read_text(encoding='utf-8', errors='replace')
+      text = untrusted.read_regular(path).decode('utf-8', errors='replace')
     else:
       text = ''
     values = re.findall(r'\.loss_normalizing_factor = (?:\\\s+)?(\S+)', text)
