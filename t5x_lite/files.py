@@ -219,9 +219,8 @@ def open_to_read(
   descriptor = os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)
   status = os.fstat(descriptor)
   try:
-    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(
-      status.st_mode
-    ):  # A folder fails later.
+    is_folder = stat.S_ISDIR(status.st_mode)  # Reading it fails with its own error.
+    if not is_folder and not stat.S_ISREG(status.st_mode):
       raise errors.InvalidFileError(
         f'{os.fspath(name)!r} must be a regular file, got a pipe, a device or a socket. Replace it by a copy of the '
         'file.'

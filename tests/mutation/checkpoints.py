@@ -6,8 +6,8 @@ MUTANTS = (
   Mutant(
     'a_pipe_is_read_like_a_file',
     't5x_lite/files.py',
-    'if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode)',
-    'if not status',
+    'if not is_folder and not stat.S_ISREG(status.st_mode):',
+    'if is_folder:',
     'tests/data/test_tokenizer_folders.py::test_a_model_must_be_a_regular_file',
   ),
   Mutant(
