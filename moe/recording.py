@@ -6,6 +6,7 @@ tokens, choices], and `gates`, float32 of that shape. `models.MoeEncoderDecoderM
 """
 
 from collections.abc import Mapping
+import io
 import os
 import re
 from typing import Any
@@ -18,6 +19,7 @@ from t5x_lite import checks
 from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import tree_utils
+from t5x_lite import untrusted
 from t5x_lite.types import Array
 
 # Collections of the layers that write, or read, routing decisions.
@@ -27,6 +29,7 @@ REPLAY = 'routing_replay'
 GATES = 'gates'
 Record = Mapping[str, Any]
 
+_MAX_BYTES = 2**31
 _FILE = re.compile(r'routing_(\d+)\.npz')
 # Whether the arrays of a record with this name are integers.
 _IS_INTEGER = {'expert_index': True, 'token_index': True, GATES: False}
@@ -114,7 +117,8 @@ class RoutingFiles:
         f'Step {step} has no record in {str(self._folder)!r}, which holds {has}.'
       )
     try:
-      with path.open('rb') as stream, np.load(stream, allow_pickle=False) as archive:
+      content = untrusted.read_regular(path, _MAX_BYTES)
+      with np.load(io.BytesIO(content), allow_pickle=False) as archive:
         return tree_utils.unflatten_dict({name: archive[name] for name in archive.files})
     except (OSError, ValueError, zipfile.BadZipFile) as error:
       raise errors.DataError(

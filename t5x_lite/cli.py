@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Collection, Iterator, Mapping, Sequence
 import contextlib
 import gc
+import io
 import logging
 import os
 import shlex
@@ -638,6 +639,21 @@ def _set_log(handler: logging.Handler, arguments: argparse.Namespace) -> list[lo
   return loggers
 
 
+class _LogFile(logging.FileHandler):
+  """Handler that writes to a file, and not through a link."""
+
+  def _open(self) -> io.TextIOWrapper:
+    from t5x_lite import files
+
+    return open(
+      self.baseFilename,
+      'a',
+      encoding=self.encoding,
+      errors=self.errors,
+      opener=files.open_regular,
+    )
+
+
 @contextlib.contextmanager
 def _log_file(
   folder: str, command: str, loggers: Sequence[logging.Logger], argv: Sequence[str]
@@ -656,7 +672,7 @@ def _log_file(
     if '://' in folder:
       raise OSError('it is in an object store')
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    handler = logging.FileHandler(path, encoding='utf-8', errors='surrogateescape')
+    handler = _LogFile(path, encoding='utf-8', errors='surrogateescape')
   except OSError as error:
     raise ConfigError(
       f'--log_dir must be a local folder that can be written, got {folder!r}: '

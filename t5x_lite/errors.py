@@ -146,6 +146,14 @@ class PreemptionError(Exception):
   """Error to raise, e.g. from a data iterator, for the run to save a checkpoint and exit with status 75."""
 
 
+class InvalidFileError(CheckpointError, DataError):
+  """A file that is read is not a regular file, such as a FIFO or a device, or is larger than its format allows."""
+
+
+class LinkedFileError(ConfigError, OSError):
+  """A file that would be locked, appended or truncated is a link or a special file, whose target must not change."""
+
+
 class StoppedOnSignalError(T5xLiteError, RuntimeError):
   """Error of a run that a signal has stopped, and that has saved the state needed to resume.
 

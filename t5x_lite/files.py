@@ -14,6 +14,7 @@ import os
 import pathlib
 import re
 import shutil
+import stat
 import sys
 import threading
 import time
@@ -179,6 +180,98 @@ def write(
     raise
 
 
+def open_regular(
+  name: str | os.PathLike[str], flags: int = os.O_WRONLY | os.O_CREAT, mode: int = 0o666
+) -> int:
+  """Open a local file to lock, append or truncate it; return its descriptor. Also an `opener` of `open`.
+
+  A folder of a run may be someone else's, in which a link would let the run change any file of the user.
+
+  Args:
+    name: path of the file; links to folders in it are followed.
+    flags: flags of `os.open`.
+    mode: permissions of a new file.
+
+  Raises:
+    LinkedFileError: the file is a link or a special file.
+    OSError: the file cannot be opened.
+  """
+  try:
+    # Without O_NONBLOCK, a FIFO would wait for a reader.
+    descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+  except OSError as error:
+    if error.errno in (errno.ELOOP, errno.ENXIO):  # A link; a FIFO without a reader, or a socket.
+      check_regular(name)
+    raise
+  if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    os.close(descriptor)
+    check_regular(name)
+  return descriptor
+
+
+def open_to_read(
+  name: str | os.PathLike[str], flags: int = os.O_RDONLY, *, max_bytes: int | None = None
+) -> int:
+  """Open a local file to read it; return its descriptor. Also an `opener` of `open`.
+
+  Args:
+    name: path of a regular file, or of a link to one.
+    flags: flags of `os.open`.
+    max_bytes: largest size; None for any.
+
+  Raises:
+    InvalidFileError: the file is not a regular file, which may have no end or keep its reader waiting, or too large.
+    OSError: the file cannot be opened.
+  """
+  # Without O_NONBLOCK, a FIFO would wait for a writer.
+  descriptor = os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+  status = os.fstat(descriptor)
+  try:
+    is_folder = stat.S_ISDIR(status.st_mode)  # Reading it fails with its own error.
+    if not is_folder and not stat.S_ISREG(status.st_mode):
+      raise errors.InvalidFileError(
+        f'{os.fspath(name)!r} must be a regular file, got a pipe, a device or a socket. Replace it by a copy of the '
+        'file.'
+      )
+    check_size(name, status.st_size, max_bytes)
+  except BaseException:
+    os.close(descriptor)
+    raise
+  return descriptor
+
+
+def check_size(name: PathLike, size: int, max_bytes: int | None) -> None:
+  """Raise InvalidFileError if the size of a file is more than `max_bytes`; None for any size."""
+  if max_bytes is not None and size > max_bytes:
+    raise errors.InvalidFileError(
+      f'{os.fspath(name)!r} must have at most {max_bytes:,} bytes, got {size:,}. Replace it by a copy of the '
+      'original file.'
+    )
+
+
+def check_regular(name: str | os.PathLike[str]) -> None:
+  """Raise if a path is that of a link or a special file, see `open_regular`; does nothing for a missing file.
+
+  Raises:
+    LinkedFileError: it is.
+  """
+  if is_remote(name):
+    return
+  try:
+    mode = os.lstat(name).st_mode
+  except OSError:
+    return
+  if stat.S_ISREG(mode):
+    return
+  if stat.S_ISLNK(mode):
+    got = f'a link to {os.readlink(name)!r}, which would be changed'
+    remedy = 'Delete the link, or replace it by a copy of the file.'
+  else:
+    got = 'a folder or a special file'
+    remedy = 'Delete it.'
+  raise errors.LinkedFileError(f'{os.fspath(name)!r} must be a regular file, got {got}. {remedy}')
+
+
 def _write_object(name: PathLike, content: bytes | Callable[[pathlib.Path], None]) -> None:
   from t5x_lite import uploads
 
@@ -262,7 +355,7 @@ def unwritten(folder: PathLike) -> dict[str, bytes]:
 def write_unwritten(name: str, content: bytes) -> None:
   """Write what another process had as `unwritten`."""
   if not is_remote(name):
-    local = AppendedFile(pathlib.Path(name))
+    local = appended(pathlib.Path(name))
     local.append(content, at_once=True)
     local.flush()
     local.close()
@@ -388,8 +481,25 @@ def _number_of(part: Path) -> int:
   return 0
 
 
+def is_cut(name: Path) -> bool:
+  """Return True if the last line of a file has no end; parts in a store are complete."""
+  if is_remote(name):
+    return False
+  try:
+    with name.open('rb') as file:
+      file.seek(-1, os.SEEK_END)
+      return file.read() != b'\n'
+  except OSError:  # missing or empty
+    return False
+
+
 def appended(
-  name: PathLike, *, header: bytes = b'', first_fn: Callable[[], bytes] = bytes
+  name: PathLike,
+  *,
+  header: bytes = b'',
+  first_fn: Callable[[], bytes] = bytes,
+  root: PathLike | None = None,
+  missing_fn: Callable[[str, bytes | None], bytes] = lambda cause, last: b'',
 ) -> AppendedFile | AppendedParts:
   """Return a file to append to: an `AppendedFile`, or in an object store `AppendedParts`.
 
@@ -398,27 +508,65 @@ def appended(
     header: first bytes of each part, for formats in which each part must be a file of its own.
     first_fn: returns the bytes after the first header; called now, or in a store by the thread that writes, so that it
       may make requests.
+    root: see `AppendedFile`; not used in a store.
+    missing_fn: see `AppendedFile`; not used in a store, whose parts are written again.
   """
   target = path(name)
   if is_remote(target):
     return AppendedParts(target, header=header, first_fn=first_fn)
-  file = AppendedFile(target)
-  if first := header + first_fn():
+  if root is None:
+    folder = target.parent
+  else:
+    folder = pathlib.Path(root)
+  file = AppendedFile(target, root=folder, header=header, missing_fn=missing_fn)
+  if header:
+    file.append(header, at_once=False)
+  if first := first_fn():
     file.append(first, at_once=False)
   return file
 
 
 class AppendedFile:
-  """File to which bytes are appended in order. Bytes that a full disk cannot hold are kept and written later.
+  """File to which records are appended in order. Records that a full disk cannot hold are kept and written later.
 
-  The first write creates the file and its folder.
+  The first write creates the file and its folder. Each write first looks whether the path still leads to the open file
+  and whether the file has all that was written. If not, the next records come after the rest of a file of lines that
+  was truncated or replaced, otherwise in a new file. Files with a header continue in files `<name>.1` and so on.
   """
 
-  def __init__(self, path: pathlib.Path):
+  def __init__(
+    self,
+    path: pathlib.Path,
+    *,
+    root: pathlib.Path,
+    header: bytes,
+    missing_fn: Callable[[str, bytes | None], bytes],
+  ):
+    """Store the arguments; nothing is written.
+
+    Args:
+      path: path of the file, below `root`.
+      root: folder that is used even if it is moved, and never made again: a run directory that is away, for example
+        because its disk is unmounted, comes back. The file stays in it; folders below it are made again.
+      header: first bytes of each file, which the caller appends to the first one; b'' for a file of lines.
+      missing_fn: returns the first record after records were lost, given the cause and the last record that was written
+        to the file, or None.
+    """
     self._path = path
+    self._relative = path.relative_to(root)
+    self._root = root
+    self._root_inode: int | None = None
+    self._header = header
+    self._missing_fn = missing_fn
+    self._num_continued = 0
     self._fd: int | None = None
     self._closed = False
-    self._unwritten = bytearray()
+    self._unwritten: list[bytes] = []
+    self._num_unwritten = 0  # bytes
+    self._num_written_of_first = 0  # bytes of the first unwritten record
+    self._last: bytes | None = None
+    self._size = 0
+    self._loss = ''
     _open_files.add(self)
 
   @property
@@ -428,7 +576,7 @@ class AppendedFile:
 
   def unwritten(self) -> bytes:
     """Return the bytes that are not yet in the file."""
-    return bytes(self._unwritten)
+    return b''.join(self._unwritten)[self._num_written_of_first :]
 
   def former_parts(self) -> list[Path]:
     """Return the file if it exists; for a writer that has not yet written."""
@@ -437,9 +585,10 @@ class AppendedFile:
     return []
 
   def append(self, content: bytes, *, at_once: bool) -> None:
-    """Append `content` to the buffer and try to write it: immediately, or when the buffer is full."""
-    self._unwritten += content
-    if at_once or len(self._unwritten) > _BUFFER_BYTES:
+    """Append a record to the buffer and try to write it: immediately, or when the buffer is full."""
+    self._unwritten.append(content)
+    self._num_unwritten += len(content)
+    if at_once or self._num_unwritten > _BUFFER_BYTES:
       with contextlib.suppress(OSError):  # `flush` raises it.
         self._write()
 
@@ -455,18 +604,110 @@ class AppendedFile:
     try:
       self._write()
     finally:
-      if self._fd is not None:
-        os.close(self._fd)
+      self._close()
+
+  def take_loss(self) -> str:
+    """Return once, as a predicate of the file, why records are missing in it; '' if none are."""
+    loss = self._loss
+    self._loss = ''
+    return loss
+
+  def _close(self) -> None:
+    if self._fd is not None:
+      os.close(self._fd)
+      self._fd = None
 
   def _write(self) -> int:
     """Write the buffer, and return the descriptor of the file."""
+    cause = ''
+    if self._fd is not None:
+      cause = self._find_loss()
+      if cause:
+        self._close()
     if self._fd is None:
-      make_folder_of(self._path)
-      self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+      self._open(cause)
+    assert self._fd is not None
     while self._unwritten:
-      num_written = os.write(self._fd, self._unwritten)
-      del self._unwritten[:num_written]
+      content = memoryview(b''.join(self._unwritten))[self._num_written_of_first :]
+      num_written = os.write(self._fd, content)
+      self._size += num_written
+      self._drop(num_written)
     return self._fd
+
+  def _drop(self, num_bytes: int) -> None:
+    """Remove bytes that were written from the start of the buffer."""
+    num_bytes += self._num_written_of_first
+    num_records = 0
+    for record in self._unwritten:
+      if num_bytes < len(record):
+        break
+      num_bytes -= len(record)
+      self._num_unwritten -= len(record)
+      self._last = record
+      num_records += 1
+    del self._unwritten[:num_records]
+    self._num_written_of_first = num_bytes
+
+  def _find_loss(self) -> str:
+    """Return why the path does not lead to all that was written, '' if it does.
+
+    Raises:
+      OSError: the root is away and the file was deleted, or the file system does not answer.
+    """
+    assert self._fd is not None
+    try:
+      held = os.fstat(self._fd)
+    except OSError:  # E.g. a stale handle, which does not recover.
+      self._close()
+      raise
+    if not self._is_root_there():
+      if held.st_nlink:  # The file has moved with the root.
+        return ''
+      raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._root))
+    try:
+      found = os.lstat(self._path)
+    except (FileNotFoundError, NotADirectoryError):
+      return 'was deleted or renamed'
+    if not os.path.samestat(held, found):
+      return 'was replaced'
+    if held.st_size < self._size:
+      return 'was truncated'
+    return ''
+
+  def _is_root_there(self) -> bool:
+    try:
+      return os.stat(self._root).st_ino == self._root_inode
+    except OSError:
+      return False
+
+  def _open(self, cause: str) -> None:
+    """Open the file, and begin with what is missing in it."""
+    if self._root_inode is None:
+      make_folder_of(self._path)
+      # A link to the root may lead elsewhere later.
+      self._root = self._root.resolve()
+      self._path = self._root / self._relative
+      self._root_inode = os.stat(self._root).st_ino
+    elif not self._is_root_there():
+      raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._root))
+    make_folder_of(self._path)
+    if cause and self._header:
+      self._num_continued += 1
+      name = f'{self._relative.name}.{self._num_continued}'
+      self._path = (self._root / self._relative).with_name(name)
+    self._fd = open_regular(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    size = os.fstat(self._fd).st_size
+    if not cause and size < self._size:  # The file was closed after an error.
+      cause = 'was truncated, deleted or renamed'
+    if cause:
+      first = self._header + self._missing_fn(cause, self._last)
+      if not self._header and is_cut(self._path):
+        first = b'\n' + first
+      self._unwritten.insert(0, first)
+      self._num_unwritten += len(first)
+      self._num_written_of_first = 0
+      self._loss = cause
+    self._size = size
 
 
 # Files of `AppendedFile`; one that nobody uses any more has nothing to be written.
@@ -558,6 +799,10 @@ class AppendedParts:
         return None
       part = self._part or self._first.with_name(f'{self._first.name}{_NEW_PART}')
       return part, bytes(self._content)
+
+  def take_loss(self) -> str:
+    """Return ''; see `AppendedFile`. A part that is deleted is written again, as long as it is the last one."""
+    return ''
 
   def former_parts(self) -> list[Path]:
     """Return the parts that other writers have written before."""

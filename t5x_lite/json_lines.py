@@ -1,8 +1,10 @@
 """JSONL files of this package; `data` reads those of users, with messages about invalid lines."""
 
 from collections.abc import Iterator, Mapping
+import functools
 import json
 import os
+import pathlib
 from typing import Any
 
 import jax
@@ -10,6 +12,9 @@ import numpy as np
 
 from t5x_lite import files
 
+# Largest size of a file, and characters that are read as one line; a longer line is invalid.
+_MAX_BYTES = 2**31
+_MAX_LINE = 2**26
 # Characters that JSON strings may contain, but that are line breaks for Python and other programs, or that control the
 # terminal or the direction of texts.
 _CONTROLS = (
@@ -63,14 +68,27 @@ def read(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any] | N
     yield from read_file(part)
 
 
+_open = functools.partial(files.open_to_read, max_bytes=_MAX_BYTES)
+
+
 def read_file(path: files.Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
-  """Do what `read` does with a single file, which may be a part of one."""
+  """Do what `read` does with a single file, which may be a part of one.
+
+  Raises:
+    InvalidFileError: it is not a regular file, or has more than 2 GiB.
+    OSError: it cannot be read.
+  """
   # A machine that crashed may leave invalid bytes at the end.
-  with path.open(encoding='utf-8', errors='replace', newline='\n') as lines:
-    for line in lines:
+  how: dict[str, Any] = {'encoding': 'utf-8', 'errors': 'replace', 'newline': '\n'}
+  if isinstance(path, pathlib.Path):
+    opened = open(path, opener=_open, **how)  # noqa: SIM115  # The context is below.
+  else:
+    opened = path.open(**how)
+  with opened as lines:
+    while line := lines.readline(_MAX_LINE):
       try:
         row = json.loads(line)
-      except ValueError:
+      except (ValueError, RecursionError):
         row = None
       if not isinstance(row, dict):
         row = None

@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Mapping
 import concurrent.futures
 import contextlib
 import functools
+import json
+import logging
 import math
 import os
 import re
@@ -36,6 +38,8 @@ from t5x_lite import multihost
 from t5x_lite.errors import DataError
 from t5x_lite.types import ArrayLike, PyTree
 
+_logger = logging.getLogger(__name__)
+
 
 @functools.cache
 def _tensorboardx() -> tuple[Any, Any, Any]:
@@ -56,6 +60,7 @@ def _tensorboardx() -> tuple[Any, Any, Any]:
 
 
 METRICS_FILE = 'metrics.jsonl'
+_MAX_STEP = 2**31 - 1
 # Prefix of the names of files of predictions, before the step.
 PREDICTIONS_PREFIX = 'predictions-'
 # Strings for numbers that JSON does not support.
@@ -82,10 +87,20 @@ class SummaryWriter:
   through a queue: a flush does not wait for the queue, and after an error of a full disk the queue blocks forever.
   """
 
-  def __init__(self, folder: str | os.PathLike[str]):
-    """Read the last step of the files in `folder`; the first write creates the folder and opens the files."""
+  def __init__(self, folder: str | os.PathLike[str], *, root: str | os.PathLike[str] | None = None):
+    """Read the last step of the files in `folder`; the first write creates the folder and opens the files.
+
+    Args:
+      folder: folder of the files.
+      root: folder at or above it that is not made again if it is deleted later, such as the model directory; None for
+        `folder`.
+    """
     self._folder = files.path(folder)
-    self._lines = files.appended(self._folder / METRICS_FILE)
+    if root is None:
+      root = self._folder
+    self._lines = files.appended(
+      self._folder / METRICS_FILE, root=root, missing_fn=self._missing_line
+    )
     # TensorBoard orders files by the seconds in their names; the nanoseconds make the names of runs that start within
     # the same second distinct.
     seconds, nanoseconds = divmod(time.time_ns(), 10**9)
@@ -95,8 +110,44 @@ class SummaryWriter:
       self._folder / name,
       header=_event_record(file_version='brain.Event:2'),
       first_fn=self._purge_record,
+      root=root,
     )
     self._lock = threading.Lock()
+
+  def _missing_line(self, cause: str, last: bytes | None) -> bytes:
+    """Return the line that says which lines are missing: those after a step, None for all, up to a step."""
+    path = self._folder / METRICS_FILE
+    steps = []
+    if path.is_file():
+      steps = [row['step'] for _, row in json_lines.read_file(path) if _has_step(row)]
+    to_step = None
+    if last is not None:
+      to_step = json.loads(last).get('step')
+    missing = {'after_step': max(steps, default=None), 'to_step': to_step, 'cause': cause}
+    return json_lines.to_line({'missing': missing, 'wall_time': round(time.time(), 3)}).encode()
+
+  def _warn_of_loss(self) -> None:
+    """Warn once if the files lack what was written; without the lock, since a warning is an event of the run."""
+    with self._lock:
+      of_lines = self._lines.take_loss()
+      if (
+        of_lines
+      ):  # Then the events may be lost too, which are written less often: one warning for both.
+        self._events.append(b'', at_once=True)
+      of_events = self._events.take_loss()
+    if not of_lines and not of_events:
+      return
+    if of_lines:
+      name = METRICS_FILE
+    else:
+      name = 'events.out.tfevents.*'
+    _logger.warning(
+      '%s %s while the run writes to it. The metrics from now on are written; the line "missing" of %s says which '
+      'ones are lost.',
+      self._folder / name,
+      of_lines or of_events,
+      METRICS_FILE,
+    )
 
   def _purge_record(self) -> bytes:
     """Return the event that hides the events of steps after the lines of earlier writers; b'' for the first writer."""
@@ -144,6 +195,7 @@ class SummaryWriter:
         )
       for name, value in scalars.items():
         self._write_event(step=int(step), wall_time=now, summary=summary.scalar(name, value))
+    self._warn_of_loss()
 
   def write_text(self, step: int, texts: Mapping[str, str]) -> None:
     """Write texts (Markdown) to the TensorBoard events only."""
@@ -184,17 +236,23 @@ class SummaryWriter:
     Raises:
       OSError: the disk is full, for instance; nothing is lost, and the next flush tries again.
     """
-    with self._lock:
-      self._lines.flush()
-      self._events.flush()
+    try:
+      with self._lock:
+        self._lines.flush()
+        self._events.flush()
+    finally:
+      self._warn_of_loss()
 
   def close(self) -> None:
     """Flush and close the files; the writer cannot be used afterwards."""
-    with self._lock:
-      try:
-        self._events.close()
-      finally:
-        self._lines.close()
+    try:
+      with self._lock:
+        try:
+          self._events.close()
+        finally:
+          self._lines.close()
+    finally:
+      self._warn_of_loss()
 
   def _write_event(self, **fields: Any) -> None:
     self._events.append(_event_record(**fields), at_once=False)
@@ -280,6 +338,7 @@ class MetricsManager:
       summary_dir: the model directory; with None nothing is written.
     """
     self._name = name
+    self._root = summary_dir
     if summary_dir is None:
       self.summary_dir = None
     else:
@@ -298,7 +357,7 @@ class MetricsManager:
   def summary_writer(self) -> SummaryWriter | None:
     """The writer of this process, created on first use; None if this process does not write."""
     if self._writer is None and self._writes and self.summary_dir is not None:
-      self._writer = SummaryWriter(self.summary_dir)
+      self._writer = SummaryWriter(self.summary_dir, root=self._root)
     return self._writer
 
   def write_scalar(self, key: str, val: ArrayLike, step: int) -> None:
@@ -442,7 +501,8 @@ def read_arrays(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     arrays = {}
     for name, value in row.items():
       if isinstance(value, list):
-        arrays[name] = np.asarray(value, np.float64)
+        with contextlib.suppress(ValueError):  # Lists of unequal lengths are not an array.
+          arrays[name] = np.asarray(value, np.float64)
     if arrays:
       found.append({'step': row['step'], **arrays})
   return found
@@ -491,7 +551,7 @@ def discard_after(
       last = step - 1
     else:
       last = step
-    _keep_lines(path, lambda found, last=last: found <= last)
+    _keep_lines(path, lambda found, last=last: found <= last, last_step=last)
     for predictions in _files_of_predictions(path):
       if int(predictions.stem.rpartition('-')[2]) > last:
         predictions.unlink()
@@ -521,12 +581,27 @@ def _files_of_predictions(path: files.Path) -> list[files.Path]:
   return [found for found in path.parent.glob('*.jsonl') if pattern.fullmatch(found.name)]
 
 
-def _keep_lines(path: files.Path, keep_fn: Callable[[int], bool]) -> None:
+def check_files(model_dir: str | os.PathLike[str]) -> None:
+  """Raise if a file of the metrics in a model directory is a link, so that a run would change another file.
+
+  Raises:
+    LinkedFileError: it is.
+  """
+  for _, path in _files_of_lines(model_dir):
+    files.check_regular(path)
+
+
+def _keep_lines(
+  path: files.Path, keep_fn: Callable[[int], bool], last_step: int | None = None
+) -> None:
   """Keep only the lines of a file whose step `keep_fn` accepts; invalid lines are deleted.
+
+  A line about missing lines is kept, about those up to `last_step`, since all later ones are written again.
 
   Parts in a store are changed from the last to the first, each at once: if the process is killed, the next call changes
   the others. Empty parts at the end are deleted.
   """
+  files.check_regular(path)
   first, *others = files.parts(path)
   is_last = True
   for part in (*reversed(others), first):
@@ -534,6 +609,8 @@ def _keep_lines(path: files.Path, keep_fn: Callable[[int], bool]) -> None:
     for line, row in json_lines.read_file(part):
       if _has_step(row) and keep_fn(row['step']):
         kept.append(f'{line}\n')
+      elif row is not None and isinstance(row.get('missing'), dict):
+        kept += _missing_until(line, row, last_step)
     new = ''.join(kept).encode()
     old = part.read_bytes()
     if not new and is_last and part is not first:
@@ -552,8 +629,20 @@ def _keep_lines(path: files.Path, keep_fn: Callable[[int], bool]) -> None:
       files.write(part, new)
 
 
+def _missing_until(line: str, row: dict[str, Any], last_step: int | None) -> list[str]:
+  """Return the line about missing lines, of steps up to `last_step`; [] if no such line is missing."""
+  missing = row['missing']
+  after_step = missing.get('after_step')
+  to_step = missing.get('to_step')
+  if last_step is None or (isinstance(to_step, int) and to_step <= last_step):
+    return [f'{line}\n']
+  if last_step <= (after_step if isinstance(after_step, int) else -1):
+    return []
+  return [json_lines.to_line({**row, 'missing': {**missing, 'to_step': last_step}})]
+
+
 def _has_step(row: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
-  return row is not None and isinstance(row.get('step'), int)
+  return row is not None and type(row.get('step')) is int and abs(row['step']) <= _MAX_STEP
 
 
 def _rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -569,7 +658,8 @@ def _is_numbers(value: Any) -> bool:
     return all(_is_numbers(item) for item in value)
   if isinstance(value, str):
     return value in _NOT_IN_JSON
-  return isinstance(value, (int, float))
+  # Longer integers are not floating-point numbers.
+  return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**1023)
 
 
 def _to_json(value: float | list) -> float | str | list:

@@ -5,6 +5,7 @@ A checkpoint may come from an untrusted source, or from a defective disk: its na
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -123,21 +124,29 @@ def check_file(root: files.Path, name: str) -> files.Path:
   return root / name
 
 
+def read_regular(path: files.Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
+  """Return the content of a file of at most `max_bytes`.
+
+  Raises:
+    InvalidFileError: it is larger, or not a regular file; a link to a regular file is valid.
+    OSError: it cannot be read.
+  """
+  if files.is_remote(path):
+    files.check_size(path, path.stat().st_size, max_bytes)
+    return path.read_bytes()
+  opener = functools.partial(files.open_to_read, max_bytes=max_bytes)
+  with open(path, 'rb', opener=opener) as file:
+    return file.read(os.fstat(file.fileno()).st_size)
+
+
 def read_limited(root: files.Path, name: str) -> bytes:
   """Return the content of the file `name` of the folder `root`.
 
   Raises:
-    CheckpointError: it is larger than `MAX_TEXT_BYTES`; see also `check_file`.
+    CheckpointError: see `read_regular` and `check_file`.
     OSError: it cannot be read.
   """
-  path = check_file(root, name)
-  size = path.stat().st_size
-  if size > MAX_TEXT_BYTES:
-    raise errors.CheckpointError(
-      f'{str(path)!r} must have at most {MAX_TEXT_BYTES:,} bytes, got {size:,}. Restore '
-      'another checkpoint.'
-    )
-  return path.read_bytes()
+  return read_regular(check_file(root, name))
 
 
 def parse_object(content: bytes, path: str, remedy: str = 'Download it again.') -> dict[str, Any]:

@@ -3,6 +3,8 @@
 import errno
 import os
 import pathlib
+import re
+import shutil
 import time
 
 import pytest
@@ -156,3 +158,155 @@ def test_a_broken_link_is_described(tmp_path):
   for path in ('sound', 'sound/missing', 'missing'):
     assert files.broken_link(tmp_path / path) is None
   assert files.broken_link('gs://bucket/x') is None and files.broken_link('a\0b') is None
+
+
+# What happens to the file between the records -> why records are missing, and the lines of the file afterwards.
+_LOSSES = {
+  'deleted': (
+    lambda path: path.unlink(),
+    'was deleted or renamed',
+    ['missing one', 'two', 'three'],
+  ),
+  'folder deleted': (
+    lambda path: shutil.rmtree(path.parent),
+    'was deleted or renamed',
+    ['missing one', 'two', 'three'],
+  ),
+  'folder renamed': (
+    lambda path: path.parent.rename(path.parents[1] / 'old'),
+    'was deleted or renamed',
+    ['missing one', 'two', 'three'],
+  ),
+  'renamed': (
+    lambda path: path.rename(f'{path}.old'),
+    'was deleted or renamed',
+    ['missing one', 'two', 'three'],
+  ),
+  'replaced': (
+    lambda path: files.write(path, 'edited\n'),
+    'was replaced',
+    ['edited', 'missing one', 'two', 'three'],
+  ),
+  'emptied': (lambda path: path.write_text(''), 'was truncated', ['missing one', 'two', 'three']),
+  'cut': (
+    lambda path: os.truncate(path, 2),
+    'was truncated',
+    ['on', 'missing one', 'two', 'three'],
+  ),
+  'longer': (
+    lambda path: path.write_text('one\nof another program\n'),
+    '',
+    ['one', 'of another program', 'two', 'three'],
+  ),
+}
+
+
+def _missing(cause, last):
+  assert cause
+  return b'missing ' + (last or b'nothing\n')
+
+
+@pytest.mark.parametrize('name', _LOSSES)
+def test_a_new_file_continues_after_a_loss_and_says_what_is_missing(tmp_path, name):
+  change, cause, lines = _LOSSES[name]
+  path = tmp_path / 'run/train/lines'
+  file = files.appended(path, root=tmp_path / 'run', missing_fn=_missing)
+  file.append(b'one\n', at_once=True)
+  change(path)
+  file.append(b'two\n', at_once=True)
+  assert (file.take_loss(), file.take_loss()) == (cause, '')
+  file.append(b'three\n', at_once=False)
+  file.flush()
+  file.close()
+  assert path.read_text().splitlines() == lines and not file.take_loss()
+
+
+def test_a_file_with_a_header_continues_in_another_one(tmp_path):
+  path = tmp_path / 'events'
+  file = files.appended(path, header=b'header ', missing_fn=_missing)
+  file.append(b'one ', at_once=True)
+  os.truncate(path, 9)
+  file.append(b'two ', at_once=True)
+  path.with_name('events.1').unlink()
+  file.append(b'three ', at_once=True)
+  file.close()
+  texts = {found.name: found.read_text() for found in tmp_path.iterdir()}
+  assert texts == {'events': 'header on', 'events.2': 'header missing two three '}
+
+
+def test_records_stay_with_a_folder_that_moves(tmp_path):
+  root = tmp_path / 'run'
+  file = files.appended(root / 'train/lines', root=root, missing_fn=_missing)
+  file.append(b'one\n', at_once=True)
+  root.rename(tmp_path / 'away')
+  file.append(b'two\n', at_once=True)
+  (root / 'train').mkdir(parents=True)  # Of another run.
+  file.flush()
+  assert not list((root / 'train').iterdir())
+  assert (tmp_path / 'away/train/lines').read_text() == 'one\ntwo\n'
+  (tmp_path / 'away/train/lines').unlink()
+  file.append(b'three\n', at_once=True)
+  with pytest.raises(FileNotFoundError, match='run'):  # Neither in a new folder nor in another one.
+    file.flush()
+  shutil.rmtree(root)
+  with pytest.raises(FileNotFoundError, match='run'):
+    file.flush()
+  (tmp_path / 'away').rename(root)
+  file.close()
+  assert (root / 'train/lines').read_text() == 'missing two\nthree\n'
+
+
+def test_a_record_that_was_half_written_is_complete_in_the_new_file(tmp_path, monkeypatch):
+  write, sizes = os.write, [2, 0]
+
+  def full(fd, content):
+    if not sizes:
+      return write(fd, content)
+    if size := sizes.pop(0):
+      return write(fd, content[:size])
+    raise OSError(errno.ENOSPC, 'No space left on device')
+
+  path = tmp_path / 'lines'
+  file = files.appended(path, missing_fn=_missing)
+  file.append(b'one\n', at_once=True)
+  monkeypatch.setattr(os, 'write', full)
+  file.append(b'two\n', at_once=True)
+  assert path.read_text() == 'one\ntw'
+  path.unlink()
+  file.append(b'three\n', at_once=True)
+  assert path.read_text() == 'missing one\ntwo\nthree\n'
+  file.close()
+
+
+@pytest.mark.parametrize('kind', ['link', 'dangling link', 'FIFO', 'device', 'folder'])
+def test_only_regular_files_are_opened_for_writing(tmp_path, kind):
+  path, other = tmp_path / 'linked/file', tmp_path / 'other'
+  (tmp_path / 'folder').mkdir()
+  (tmp_path / 'linked').symlink_to('folder')  # A link to a folder is no problem.
+  os.close(files.open_regular(path))
+  path.unlink()
+  other.write_text('of the user')
+  make = {
+    'link': lambda: path.symlink_to(other),
+    'dangling link': lambda: path.symlink_to('nothing'),
+    'FIFO': lambda: os.mkfifo(path),
+    'device': lambda: path.symlink_to('/dev/null'),
+    'folder': path.mkdir,
+  }
+  make[kind]()
+  for write in (
+    lambda: files.open_regular(path),
+    lambda: files.open_regular(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC),
+    files.appended(path).flush,
+  ):
+    with pytest.raises((errors.LinkedFileError, IsADirectoryError)) as caught:
+      write()
+    assert "/file'" in str(caught.value)
+  if 'link' in kind:
+    assert re.search(
+      "must be a regular file, got a link to '.*(other|nothing)'.*Delete the link",
+      str(caught.value),
+    )
+    path.unlink()  # The remedy.
+    files.appended(path).flush()
+  assert other.read_text() == 'of the user'

@@ -5,6 +5,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from t5x_lite import files
 from t5x_lite import metrics as metrics_lib
 from t5x_lite import object_store
 from t5x_lite import summaries
-from t5x_lite.errors import DataError
+from t5x_lite.errors import DataError, LinkedFileError
 from tests import event_files
 
 
@@ -409,3 +410,58 @@ def test_a_writer_that_is_made_while_a_store_does_not_answer(s3_store, monkeypat
         row['step']
         for row in summaries.read_metrics(f'{s3_store.root}/training_eval/a/metrics.jsonl')
       ] == [*range(1, step + 1)]
+
+
+def test_metrics_that_are_deleted_continue_in_new_files_which_say_what_is_missing(tmp_path, caplog):
+  manager = summaries.MetricsManager('train', tmp_path)
+  path = tmp_path / 'train/metrics.jsonl'
+  for step in (1, 2, 3):
+    manager.write_scalars(step, {'loss': float(step)})
+  manager.flush()
+  shutil.rmtree(tmp_path / 'train')
+  for step in (4, 5):
+    manager.write_scalars(step, {'loss': float(step)})
+    manager.flush()
+  assert [record.levelname for record in caplog.records] == ['WARNING']
+  assert f'{path} was deleted or renamed' in caplog.text
+  first, *lines = map(json.loads, path.read_text().splitlines())
+  assert first['missing'] == {
+    'after_step': None,
+    'to_step': 3,
+    'cause': 'was deleted or renamed',
+  }
+  assert [line['step'] for line in lines] == [4, 5]
+  assert [row['step'] for row in summaries.read_metrics(path)] == [4, 5]
+  assert [step for step, name, _ in event_files.scalars(tmp_path / 'train')] == [4, 5]
+  # Truncated after step 4: the line of step 5 is missing.
+  os.truncate(path, len(b''.join(path.read_bytes().splitlines(keepends=True)[:2])) + 5)
+  manager.write_scalars(6, {'loss': 6.0})
+  manager.close()
+  second = json.loads(path.read_text().splitlines()[3])['missing']
+  assert (second['after_step'], second['to_step']) == (4, 5)
+  # A run that resumes writes the lines after its step again.
+  for last, expected in ((6, [(None, 3), (4, 5)]), (4, [(None, 3)]), (2, [(None, 2)]), (-1, [])):
+    summaries.discard_after(tmp_path, last)
+    found = [json.loads(line).get('missing') for line in path.read_text().splitlines()]
+    assert [(each['after_step'], each['to_step']) for each in found if each] == expected
+
+
+def test_metrics_in_a_link_are_not_changed(tmp_path):
+  (tmp_path / 'train').mkdir()
+  other = tmp_path / 'other.jsonl'
+  other.write_text('{"step": 5}\n{"step": 6}\n')
+  path = tmp_path / 'train/metrics.jsonl'
+  path.symlink_to(other)
+  manager = summaries.MetricsManager('train', tmp_path)
+  manager.write_scalars(1, {'loss': 1.0})
+  for fn in (
+    lambda: summaries.check_files(tmp_path),
+    lambda: summaries.discard_after(tmp_path, 5),
+    manager.flush,
+  ):
+    with pytest.raises(LinkedFileError, match="metrics.jsonl' must be .* a link to .*other.jsonl"):
+      fn()
+  assert other.read_text().count('\n') == 2
+  path.unlink()
+  manager.close()
+  assert [row['step'] for row in summaries.read_metrics(path)] == [1]

@@ -212,6 +212,11 @@ def _safetensors(header, values=b'', length=None):
   return tamper
 
 
+def _many_names(folder, outside):
+  header = {'x' * 84 + str(10**6 + i): _TENSOR for i in range(120_000)}
+  _safetensors(header)(folder, outside)
+
+
 def _shards(name):
 
   def tamper(folder, outside):
@@ -432,6 +437,7 @@ CASES = {
     'linked_array': (_link('target.w', True), r'target.w is a link to a file outside'),
     'linked_chunk': (_link('target.w/0.0'), r'target.w/0.0 is a link to a file outside'),
     'linked_index': (_link('checkpoint'), r'checkpoint is a link to a file outside'),
+    'large_index': (_large('checkpoint'), r'checkpoint. must have at most 1,073,741,824 bytes'),
     'large_description': (
       _large('target.w/.zarray'),
       r'target.w/.zarray. ?must have at most|cannot be read',
@@ -475,6 +481,10 @@ CASES = {
       r'model.safetensors is a link to a file outside',
     ),
     'linked_config': (_link('config.json'), r'config.json is a link to a file outside'),
+    'header_of_many_names': (
+      _many_names,
+      r'its header must have at most 16,777,216 bytes, got 18,120,000',
+    ),
     'large_config': (_large('config.json'), r'config.json. must have at most'),
   },
 }

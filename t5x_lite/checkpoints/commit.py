@@ -23,6 +23,7 @@ from t5x_lite import files
 from t5x_lite import untrusted
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import manifest
+from t5x_lite.checkpoints import state_io
 from t5x_lite.checkpoints import store_io
 
 _logger = logging.getLogger(__name__)
@@ -158,7 +159,7 @@ def commit(pending: PendingCheckpoint, check_fn: Callable[[], None] = lambda: No
       the directory was lost, since the hashes of a large state, or a store that does not answer, take minutes.
 
   Raises:
-    CheckpointError: a process has not written its part.
+    CheckpointError: a process has not written its part, or an array cannot be opened.
     OSError: a file cannot be written; `pending.final` is then unchanged.
   """
   root = pending.temporary
@@ -185,6 +186,7 @@ def commit(pending: PendingCheckpoint, check_fn: Callable[[], None] = lambda: No
   unknown = [name for name in names if name not in known]
   hashed = known | manifest.hash_files(root, unknown)
   hashes = {name: hashed[name] for name in names}
+  state_io.check_written(pending.state, pending.arrays)
   if not in_store:
     check_fn()
   manifest.write(
@@ -265,8 +267,9 @@ def remove_dataset_checkpoint(
     }
     manifest.write(root, dataclasses.replace(found, files=kept, num_data_processes=0))
   if train_ds_prefix:
-    for path in root.glob(f'{train_ds_prefix}*'):
-      files.remove(path)
+    for path in list(root.iterdir()):
+      if path.name.startswith(train_ds_prefix):
+        files.remove(path)
   files.remove_tree(root / discovery.DATASET_DIRNAME, ignore_errors=True)
 
 

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_lite import files
+from t5x_lite import untrusted
 from t5x_lite.checkpoints import discovery
 
 _EVENT_FILES = 'events.out.tfevents.*'
+_MAX_BYTES = 2**31
 _NUM_HEADER_BYTES = 12
 _NUM_FOOTER_BYTES = 4
 # Numbers of TensorFlow's float dtypes in events.
@@ -43,7 +45,7 @@ def populate_metrics_for_steps(
     if not folder.is_dir():
       continue
     for path in sorted(folder.glob(_EVENT_FILES)):
-      for step, name, value in _scalars(path.read_bytes()):
+      for step, name, value in _scalars(untrusted.read_regular(path, _MAX_BYTES)):
         if name == tag and step in steps:
           found[step] = value
   return found

@@ -13,9 +13,9 @@ from flax import serialization
 from t5x_lite import checks
 from t5x_lite import errors
 from t5x_lite import files
+from t5x_lite import plain_paths
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import options
-from t5x_lite.checkpoints import plain_paths
 from t5x_lite.checkpoints import restore
 from t5x_lite.checkpoints import sources
 from t5x_lite.checkpoints import transforms
@@ -147,7 +147,7 @@ def detect_checkpoint_type(
     result = CheckpointTypes.ORBAX
   elif found == sources.T5xNativeSource.format:
     result = CheckpointTypes.T5X
-  elif index.is_file() and index.read_bytes().startswith(_FIRST_OF_TENSORFLOW):
+  elif index.is_file() and _begins_with(index, _FIRST_OF_TENSORFLOW):
     result = CheckpointTypes.T5X_TF
   else:
     sources.check_exists(root)
@@ -212,3 +212,8 @@ def register_ts_spec_for_serialization() -> None:
   serialization.register_serialization_state(
     ts.Spec, lambda spec: spec.to_json(), lambda spec, state: ts.Spec(state), override=True
   )
+
+
+def _begins_with(path: files.Path, content: bytes) -> bool:
+  with path.open('rb') as file:
+    return file.read(len(content)) == content

@@ -184,7 +184,8 @@ def lock_model_dir(
 
   Raises:
     DirectoryInUseError: another process holds the directory; the message names it.
-    ConfigError: the path has an unknown scheme, or a store's package or credentials are missing.
+    ConfigError: the path has an unknown scheme, a store's package or credentials are missing, or the lock file is a
+      link (LinkedFileError).
     CheckpointError: the directory cannot be created or written, or its file system has no locks.
     SaveError: the disk is full.
   """
@@ -341,7 +342,7 @@ def _acquire(path: pathlib.Path, what: str, elsewhere: str) -> tuple[int, str]:
   """Return (open lock file, contents that name this process)."""
   while True:
     path.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path / LOCK_FILENAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fd = files.open_regular(path / LOCK_FILENAME, os.O_RDWR | os.O_CREAT, 0o644)
     try:
       try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

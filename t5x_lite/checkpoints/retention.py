@@ -8,6 +8,7 @@ import logging
 
 from t5x_lite import errors
 from t5x_lite import files
+from t5x_lite import untrusted
 from t5x_lite.checkpoints import commit
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import manifest
@@ -120,7 +121,9 @@ def _write_record(
 def _recorded_metrics(checkpoints_dir: discovery.PathLike) -> dict[int, dict[str, float]]:
   path = files.path(checkpoints_dir) / discovery.METRICS_FILENAME
   try:
-    return {int(step): dict(values) for step, values in json.loads(path.read_text()).items()}
+    return {
+      int(step): dict(values) for step, values in json.loads(untrusted.read_regular(path)).items()
+    }
   except FileNotFoundError:
     return {}
   except (ValueError, TypeError, AttributeError) as e:

@@ -22,11 +22,11 @@ import numpy as np
 
 from t5x_lite import errors
 from t5x_lite import files
+from t5x_lite import plain_paths
 from t5x_lite import tree_utils
 from t5x_lite import untrusted
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import manifest
-from t5x_lite.checkpoints import plain_paths
 from t5x_lite.checkpoints import store_io
 
 _BARRIER_TIMEOUT_SECONDS = 1200
@@ -217,6 +217,32 @@ def read_shapes_of(directory: files.Path, names: Iterable[str]) -> dict[str, jax
     shapes, chunks = store_io.read_shapes(directory, names)
   _check_sizes(directory, shapes, chunks)
   return shapes
+
+
+def check_written(directory: files.Path, arrays: Mapping[str, Mapping[str, Any]]) -> None:
+  """Raise unless the arrays that were just written to `directory` can be opened; reads their metadata only.
+
+  Args:
+    directory: folder of the arrays.
+    arrays: name -> {'shape', 'dtype'}, as in a manifest; arrays without elements are not stored.
+
+  Raises:
+    CheckpointError: an array is missing, or has another shape or dtype.
+  """
+  with _explained(f'state that was just written to {str(directory)!r}'):
+    found, _ = store_io.read_shapes(directory)
+  for name, entry in arrays.items():
+    if 0 in entry['shape']:
+      continue
+    got = 'none'
+    if name in found:
+      got = f'{list(found[name].shape)} {found[name].dtype.name}'
+    expected = f'{list(entry["shape"])} {entry["dtype"]}'
+    if got != expected:
+      raise errors.CheckpointError(
+        f'The state that was just written to {str(directory)!r} must have the array {name} of shape and dtype '
+        f'{expected}, got {got}. Install the versions of orbax-checkpoint and tensorstore that t5x_lite requires.'
+      )
 
 
 def _check_sizes(

@@ -23,8 +23,8 @@ import numpy as np
 
 from t5x_lite import errors
 from t5x_lite import files
+from t5x_lite import plain_paths
 from t5x_lite import untrusted
-from t5x_lite.checkpoints import plain_paths
 
 _INDEX = '_METADATA'
 _DATABASE = 'manifest.ocdbt'

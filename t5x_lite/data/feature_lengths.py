@@ -10,6 +10,7 @@ from typing import Any
 
 from t5x_lite import files
 from t5x_lite import multihost
+from t5x_lite import untrusted
 from t5x_lite.data.builtin_tasks import check_not_empty
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.interfaces import SplitLengths
@@ -132,7 +133,7 @@ def _read(path: files.Path) -> list[Mapping[str, Any]]:
   try:
     return [
       {'data': entry['data'], 'task_feature_lengths': dict(entry['task_feature_lengths'])}
-      for entry in json.loads(path.read_text())
+      for entry in json.loads(untrusted.read_regular(path))
     ]
   except FileNotFoundError:
     return []

@@ -153,6 +153,10 @@ class SeqioEvaluator:
         # seqio's JSONLogger writes <task>-metrics.jsonl and <task>-<step>.jsonl without creating the folder.
         with contextlib.suppress(OSError):  # the logger reports the error
           files.make_folder_of(self._log_dir / f'{task.name}-')
+        for name in (f'{task.name}-metrics.jsonl', f'{task.name}-{step}.jsonl'):
+          files.check_regular(
+            self._log_dir / name
+          )  # The logger would write to the target of a link.
     datasets = {
       id(dataset): name for name, dataset in self._evaluator.cached_model_datasets.items()
     }

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from t5x_lite import files
+from t5x_lite import plain_paths
 from t5x_lite.data.seqio_import import seqio
 
 
@@ -14,4 +16,11 @@ def use_folders(tfds_data_dir: str, cache_dirs: Sequence[str]) -> None:
   """
   if tfds_data_dir:
     seqio.set_tfds_data_dir_override(tfds_data_dir)
-  seqio.add_global_cache_dirs(cache_dirs)
+  # seqio makes patterns of these paths.
+  seqio.add_global_cache_dirs([_plain(folder) for folder in cache_dirs])
+
+
+def _plain(folder: str) -> str:
+  if files.is_remote(folder):
+    return folder
+  return str(plain_paths.plain_path(folder))

@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
+import glob
 import hashlib
+import re
 from typing import Any
 
 import numpy as np
@@ -71,7 +73,7 @@ def create_task_from_tfexample_file(
   }
   with quiet():
     source: Any = seqio.TFExampleDataSource(
-      split_to_filepattern={SPLIT: files},
+      split_to_filepattern={SPLIT: list(map(_escaped, files))},
       reader_cls=_READERS[file_type],
       feature_description={key: tf.io.FixedLenFeature([], tf.string) for key in keys.values()},
     )
@@ -88,6 +90,13 @@ def create_task_from_tfexample_file(
   if targets_key is None:
     _WITHOUT_TARGETS.add(name)
   return name
+
+
+def _escaped(path: str) -> str:
+  """Return the pattern with which seqio finds only the file `path`."""
+  if not glob.has_magic(path):  # Then it is not a pattern for seqio.
+    return path
+  return re.sub(r'([][*?\\])', r'\\\1', path)
 
 
 def lacks_targets(name: str) -> bool:

@@ -11,7 +11,6 @@ transformers `<extra_id_0>` is its first sentinel, and the published weights wer
 `docs/weights.md`.
 """
 
-import base64
 from collections.abc import Mapping
 import os
 import re
@@ -21,6 +20,7 @@ from t5x_lite import checks
 from t5x_lite import files
 from t5x_lite import untrusted
 from t5x_lite.data import normalization as normalization_lib
+from t5x_lite.data import tokenizer_json
 from t5x_lite.data import vocabularies
 from t5x_lite.data.added_tokens import AddedToken
 from t5x_lite.data.added_tokens import AddedTokensVocabulary
@@ -34,6 +34,7 @@ MODEL_FILE = 'spiece.model'
 TOKENIZER_JSON = 'tokenizer.json'
 TOKENIZER_CONFIG = 'tokenizer_config.json'
 ADDED_TOKENS = 'added_tokens.json'
+SPECIAL_TOKENS = 'special_tokens_map.json'
 LIBRARIES = ('t5x_lite', 'seqio')
 # Default numbers of sentinels that transformers' tokenizer adds to the model's pieces, by `model_type`.
 _EXTRA_IDS = {'t5': 100, 'mt5': 0, 'umt5': 300, 'switch_transformers': 100}
@@ -135,7 +136,7 @@ def _make(root: files.Path, config: Mapping[str, Any], extra_ids: int | None) ->
   name = str(tokenizer.get('tokenizer_class') or config.get('tokenizer_class') or '')
   number = extra_ids
   if number is None:
-    number = _recorded_extra_ids(tokenizer, _read_json(root / 'special_tokens_map.json'))
+    number = _recorded_extra_ids(root, tokenizer)
   if (root / MODEL_FILE).is_file():
     path = str(untrusted.check_file(root, MODEL_FILE))
     if number is None:
@@ -227,7 +228,7 @@ def _recorded_tokens(root: files.Path) -> list[AddedToken]:
     tokens = {i: _added_token(i, entry) for i, entry in found.items()}
     path = root / ADDED_TOKENS
     # The file of older versions has no further facts.
-    specials = {*_texts(config), *_texts(_read_json(root / 'special_tokens_map.json'))}
+    specials = {*_texts(root, TOKENIZER_CONFIG), *_texts(root, SPECIAL_TOKENS)}
     for content, i in _read_json(path).items():
       entry = {'content': content, 'special': content in specials}
       tokens.setdefault(int(i), _added_token(int(i), entry))
@@ -246,7 +247,7 @@ def _added_token(i: int, entry: Mapping[str, Any]) -> AddedToken:
   content = entry['content']
   if not isinstance(content, str) or not content:
     raise ValueError(f'content of {i} is {content!r}')
-  if i < 0:
+  if not 0 <= i < tokenizer_json.MAX_IDS:
     raise ValueError(f'the id of {content!r} is {i}')
   return AddedToken(
     id=i,
@@ -258,32 +259,57 @@ def _added_token(i: int, entry: Mapping[str, Any]) -> AddedToken:
   )
 
 
-def _texts(config: Mapping[str, Any]) -> list[str]:
-  """Return the special tokens in a file of transformers' tokenizer."""
+def _texts(root: files.Path, name: str) -> list[str]:
+  """Return the special tokens in a file of transformers' tokenizer.
+
+  Raises:
+    CheckpointError: they are not texts.
+  """
+  config = _read_json(root / name)
   texts = []
   for key in ('additional_special_tokens', 'extra_special_tokens'):
-    for token in config.get(key) or ():
+    tokens = config.get(key) or ()
+    if not isinstance(tokens, str | list | tuple | Mapping):
+      raise CheckpointError(
+        f'In {root / name}, `{key}` must be a list of tokens, got {untrusted.shorten(tokens)}. Copy the file again.'
+      )
+    for token in tokens:
       if isinstance(token, Mapping):
-        texts.append(token.get('content', ''))
-      else:
-        texts.append(str(token))
+        token = token.get('content', '')
+      texts.append(str(token))
   return texts
 
 
-def _recorded_extra_ids(
-  tokenizer: Mapping[str, Any], special_tokens: Mapping[str, Any]
-) -> int | None:
+def checked_extra_ids(config: Mapping[str, Any], path: files.Path) -> int | None:
+  """Return `extra_ids` of a file, or None if it has none.
+
+  Raises:
+    CheckpointError: the number is negative or too large.
+  """
+  number = config.get('extra_ids')
+  if not isinstance(number, int) or isinstance(number, bool):
+    return None
+  if not 0 <= number <= vocabularies.MAX_EXTRA_IDS:
+    raise CheckpointError(
+      f'In {path}, `extra_ids` must be from 0 to {vocabularies.MAX_EXTRA_IDS}, got {untrusted.shorten(number)}. Copy '
+      'the file again.'
+    )
+  return number
+
+
+def _recorded_extra_ids(root: files.Path, tokenizer: Mapping[str, Any]) -> int | None:
   """Return the number of sentinels in the files of transformers' tokenizer, or None."""
-  number = tokenizer.get('extra_ids')
-  is_number = isinstance(number, int) and not isinstance(number, bool)
+  number = checked_extra_ids(tokenizer, root / TOKENIZER_CONFIG)
   # The class for ByT5 writes 0 although it lists the sentinels.
-  if is_number and (number or not str(tokenizer.get('tokenizer_class', '')).startswith('ByT5')):
+  if number is not None and (
+    number or not str(tokenizer.get('tokenizer_class', '')).startswith('ByT5')
+  ):
     return number
-  for config in (tokenizer, special_tokens):
-    sentinels = {text for text in _texts(config) if _SENTINEL.fullmatch(text)}
+  for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS):
+    sentinels = {text for text in _texts(root, name) if _SENTINEL.fullmatch(text)}
     if sentinels:
       return len(sentinels)
-  if is_number and 'additional_special_tokens' in tokenizer:
+  if number is not None and 'additional_special_tokens' in tokenizer:
     return 0
   return None
 
@@ -305,7 +331,7 @@ def read_sentencepiece_model(model_file: str) -> Any:
   _, model_pb2, decode_error = sentencepiece_modules()
   model = model_pb2.ModelProto()
   problem = 'it has no pieces'
-  serialized = files.path(model_file).read_bytes()
+  serialized = vocabularies.read_model_file(model_file)
   try:
     model.ParseFromString(serialized)
   except decode_error as error:
@@ -339,6 +365,7 @@ def write_sentencepiece_model(
 
   Raises:
     ConfigError: the type of tokenizer is not supported, or the output exists.
+    CheckpointError: the file is damaged; the message has the field.
   """
   source = files.path(folder) / TOKENIZER_JSON
   if output is not None:
@@ -358,24 +385,33 @@ def write_sentencepiece_model(
   )
   model = _rebuild(_read_json(source), str(source), normalization)
   serialized = model.SerializeToString()
+  try:
+    sentencepiece_modules()[0].SentencePieceProcessor().LoadFromSerializedProto(serialized)
+  except RuntimeError as error:
+    reason = ' '.join(str(error).split())
+    raise CheckpointError(
+      f'{source} gives a sentencepiece model that cannot be loaded ({reason}). Copy the file again.'
+    ) from error
   files.write(target, serialized)
   return str(target)
 
 
 def _rebuild(tokenizer: Mapping[str, Any], path: str, normalization: str) -> Any:
   """Return the sentencepiece model of a `tokenizer.json`."""
-  unigram = tokenizer.get('model') or {}
-  pieces = unigram.get('vocab')
-  if unigram.get('type') != 'Unigram' or not isinstance(pieces, list):
+  tokenizer_json.check_model(tokenizer, path)
+  unigram = tokenizer['model']
+  if unigram.get('type') != 'Unigram':
     raise ConfigError(
-      f"The tokenizer {path} must be of type 'Unigram', as in T5, got {unigram.get('type')!r}. Other "
+      f"The tokenizer {path} must be of type 'Unigram', as in T5, got {untrusted.shorten(unigram.get('type'))}. Other "
       'types have no sentencepiece model.'
     )
+  tokenizer_json.check_unigram(tokenizer, path)
+  pieces = unigram['vocab']
   while pieces and _SENTINEL.fullmatch(pieces[-1][0]) and not pieces[-1][0].startswith('\u2581'):
     pieces = pieces[:-1]
   model = sentencepiece_modules()[1].ModelProto()
   unk_id = unigram.get('unk_id', 2)
-  special = {token['id'] for token in tokenizer.get('added_tokens', ()) if token.get('special')}
+  special = {token['id'] for token in tokenizer.get('added_tokens') or () if token.get('special')}
   for number, (piece, score) in enumerate(pieces):
     if number == unk_id:
       kind = _UNKNOWN
@@ -413,11 +449,11 @@ def _rebuild(tokenizer: Mapping[str, Any], path: str, normalization: str) -> Any
 
 def _charsmap(normalizer: Mapping[str, Any], path: str) -> bytes:
   """Return sentencepiece's normalization table in a `normalizer` of `tokenizer.json`, empty without one."""
-  parts = normalizer.get('normalizers', [normalizer])
+  parts = tokenizer_json.normalizers(normalizer, path)
   charsmap = b''
   for part in parts:
     if part.get('type') == 'Precompiled':
-      charsmap = base64.b64decode(part['precompiled_charsmap'] or '')
+      charsmap = tokenizer_json.decode_charsmap(part.get('precompiled_charsmap'), path)
     elif (part.get('type'), part.get('content')) not in (
       ('Replace', ' '),
       ('Replace', '\u2581'),

@@ -13,7 +13,13 @@ from typing import Any
 
 from t5x_lite import checks
 from t5x_lite import files
-from t5x_lite.errors import ConfigError, needs_packages
+from t5x_lite import untrusted
+from t5x_lite.errors import ConfigError, InvalidFileError, needs_packages
+
+# Largest number of sentinels, which take 3 seconds to add.
+MAX_EXTRA_IDS = 2**17
+# Largest sentencepiece model; that of 256,000 pieces has 4 MB.
+MAX_MODEL_BYTES = 2**28
 
 PAD_ID = 0
 # Piece of a sentinel in a sentencepiece model.
@@ -112,6 +118,11 @@ class Vocabulary(abc.ABC):
     return f'{name}({", ".join(map(repr, details))})'
 
 
+def _check_extra_ids(owner: str, extra_ids: int) -> None:
+  """Raise ConfigError if a vocabulary would have more sentinels than can be made in seconds."""
+  checks.check(owner, {'extra_ids': extra_ids}, extra_ids=checks.number(at_most=MAX_EXTRA_IDS))
+
+
 class ByteVocabulary(Vocabulary):
   """ByT5's vocabulary of UTF-8 bytes after three special ids (Xue et al., 2022, https://arxiv.org/abs/2105.13626).
 
@@ -132,6 +143,7 @@ class ByteVocabulary(Vocabulary):
     checks.check(
       'ByteVocabulary', {'extra_ids': extra_ids}, extra_ids=checks.number(at_least=0, integer=True)
     )
+    _check_extra_ids('ByteVocabulary', extra_ids)
     self._extra_ids = extra_ids
 
   @property
@@ -233,6 +245,16 @@ class PassThroughVocabulary(Vocabulary):
     return ids
 
 
+def read_model_file(path: str) -> bytes:
+  """Return the content of a sentencepiece model.
+
+  Raises:
+    InvalidFileError: it is not a regular file, or too large.
+    OSError: it cannot be read.
+  """
+  return untrusted.read_regular(files.path(path), MAX_MODEL_BYTES)
+
+
 def sentencepiece_modules() -> tuple[Any, Any, type[Exception]]:
   """Return (sentencepiece, sentencepiece_model_pb2, protobuf's DecodeError).
 
@@ -267,6 +289,7 @@ class SentencePieceVocabulary(Vocabulary):
       extra_ids: number of sentinels to add to the model's pieces.
       reverse_extra_ids: number the sentinels downwards from the end, as span corruption does.
     """
+    _check_extra_ids('SentencePieceVocabulary', extra_ids)
     self._file = sentencepiece_model_file
     self._extra_ids = extra_ids
     self._reverse_extra_ids = reverse_extra_ids
@@ -283,7 +306,7 @@ class SentencePieceVocabulary(Vocabulary):
       sentencepiece, model_pb2, decode_error = sentencepiece_modules()
       processor = sentencepiece.SentencePieceProcessor()
       try:
-        model = model_pb2.ModelProto.FromString(files.path(self._file).read_bytes())
+        model = model_pb2.ModelProto.FromString(read_model_file(self._file))
         numbers = list(range(self._extra_ids))
         if self._reverse_extra_ids:
           numbers.reverse()
@@ -296,6 +319,7 @@ class SentencePieceVocabulary(Vocabulary):
         OSError,
         RuntimeError,
         ConfigError,
+        InvalidFileError,
         decode_error,
       ) as error:  # ConfigError: the store's.
         if isinstance(error, OSError):

@@ -4,8 +4,9 @@ Unlike metrics, events are never deleted: a resumed run appends to the file, als
 when the process was killed.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
+import json
 import logging
 import os
 import socket
@@ -126,16 +127,40 @@ class EventLog(contextlib.AbstractContextManager):
         self._file.close()
 
   def open(self) -> None:
-    """Write the events so far to the file, and all further ones when they happen."""
+    """Write the events so far to the file, and all further ones when they happen.
+
+    Raises:
+      LinkedFileError: the file is a link.
+    """
     with self._lock:
       if self._process or self._file is not None:
         return
-      self._file = files.appended(self._path)
-      if _is_cut(self._path):
+      files.check_regular(self._path)
+      self._file = files.appended(self._path, missing_fn=self._missing_event)
+      if files.is_cut(self._path):
         self._file.append(b'\n', at_once=False)
       for event in self._pending:
         _write(self._file, event)
       self._pending.clear()
+
+  def _missing_event(self, cause: str, last: bytes | None) -> bytes:
+    """Return the line of the event 'missing', after the loss of events up to the record `last`."""
+    found = _parse(last)
+    return (
+      Event(
+        kind='missing',
+        wall_time=self._wall_clock(),
+        step=self.step,
+        process=self._process,
+        details={
+          'cause': cause,
+          'to_step': found.get('step'),
+          'to_wall_time': found.get('wall_time'),
+        },
+      )
+      .to_line()
+      .encode()
+    )
 
   @property
   def state(self) -> tuple[int | None, str]:
@@ -183,12 +208,26 @@ class EventLog(contextlib.AbstractContextManager):
       self.emit('progress')
 
   def emit(self, kind: str, **details: Any) -> None:
-    """Write an event and pass it to the hooks.
+    """Write an event and pass it to the hooks; warn if the file lacks earlier events.
 
     Args:
       kind: see `Event`.
       **details: JSON values.
     """
+    self._emit(kind, details)
+    with self._lock:
+      loss = ''
+      if self._file is not None:
+        loss = self._file.take_loss()
+    if loss:  # An event too, so without the lock.
+      logging.getLogger(__name__).warning(
+        "%s %s while the run writes to it. The events from now on are written; the event 'missing' before them says "
+        'which ones are lost.',
+        self._path,
+        loss,
+      )
+
+  def _emit(self, kind: str, details: Mapping[str, Any]) -> None:
     with self._lock:
       self._count()
       event = Event(
@@ -354,13 +393,9 @@ def _masked(message: str) -> str:
   return masking.masked_text(message, sys.orig_argv)[:_MAX_MESSAGE]
 
 
-def _is_cut(path: files.Path) -> bool:
-  """Return True if the last line of a file has no end; parts in a store are complete."""
-  if files.is_remote(path):
-    return False
+def _parse(record: bytes | None) -> dict[str, Any]:
+  """Return the fields of a written event; empty for other records."""
   try:
-    with path.open('rb') as file:
-      file.seek(-1, os.SEEK_END)
-      return file.read() != b'\n'
-  except OSError:  # missing or empty
-    return False
+    return dict(json.loads(record or b'{}'))
+  except (TypeError, ValueError):
+    return {}

@@ -23,7 +23,7 @@ class Event:
 
   Attributes:
     kind: 'start', 'restored', 'compiled', 'first_step', 'progress', 'evaluation_begun', 'evaluation_ended',
-      'save_begun', 'save_committed', 'warning', 'rollback', 'stop' or 'summary'.
+      'save_begun', 'save_committed', 'warning', 'rollback', 'missing', 'stop' or 'summary'.
     wall_time: seconds since 1970, UTC.
     step: number of completed steps; None before the run has its state.
     process: index of the process.

@@ -101,7 +101,7 @@ def test_names_of_metrics(tmp_path, capsys, argv, status):
   name = 'loss'
   if argv[0] == 'report':
     name = 'experts/encoder/layers_1/load'
-  with open(tmp_path / 'run' / 'train' / 'metrics.jsonl', 'w') as file:
+  with open(tmp_path / 'run' / 'train' / 'metrics.jsonl', 'w', encoding='utf-8') as file:
     for step in range(3):
       row = {'step': step, 'wall_time': step, _EVIL: 1.0, f'{name}{_EVIL}': 2.0, name: [0.5, 0.5]}
       if argv[0] == 'plot':

@@ -51,3 +51,12 @@ def test_cache_folders_without_cached_tasks_are_a_warning(state, caplog):
   assert (
     'has no effect: no dataset reads cached tasks. Set --gin.USE_CACHED_TASKS=True.' in caplog.text
   )
+
+
+def test_a_cache_folder_may_have_the_characters_of_patterns(state, tmp_path, monkeypatch):
+  (tmp_path / 'c[1]/task').mkdir(parents=True)
+  flags.load_configuration(
+    cli.parse([*_ARGV, f'--seqio_additional_cache_dirs={tmp_path / "c[1]"}'])
+  )
+  found = state._GLOBAL_CACHE_DIRECTORIES[-1]
+  assert seqio.utils.tf.io.gfile.glob(f'{found}/task*') == [f'{found}/task']

@@ -157,6 +157,16 @@ def test_sentinels_of_tfexamples_are_those_of_text_files(tmp_path):
   assert text_examples.encode_text(texts[0], _BYTES)[0] == 383
 
 
+@pytest.mark.parametrize('name', ['d[1]', 'a\\b[!c]', 'a\\b'])
+def test_files_of_tfexamples_in_a_folder_with_the_characters_of_patterns(name, tmp_path):
+  for each in (name, 'd1'):
+    (tmp_path / each).mkdir()
+    _write_tfrecords(tmp_path / each, [f'{each} {i}' for i in range(4)])
+  paths = [str(tmp_path / name / f'part-{part}.tfrecord') for part in range(2)]
+  task = seqio.get_mixture_or_task(_task(paths, 'answer'))
+  assert list(task.source.list_shards('infer')) == paths
+
+
 def test_files_of_tfexamples(tmp_path, checkpoint):
   texts = ['one', 'zwei ü', 'three', 'four', 'five', 'six', 'seven']
   paths = _write_tfrecords(tmp_path, texts)

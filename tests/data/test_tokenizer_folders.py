@@ -1,6 +1,7 @@
 """Vocabularies of Hugging Face folders. transformers' own tokenizers are compared with in tests/interop."""
 
 import json
+import os
 import re
 import shutil
 
@@ -14,7 +15,7 @@ from t5x_lite.checkpoints.hugging_face import tokenizer_files
 from t5x_lite.data import builtin_tasks
 from t5x_lite.data import corpora
 from t5x_lite.data import tokenizer_folders
-from t5x_lite.errors import CheckpointError, ConfigError
+from t5x_lite.errors import CheckpointError, ConfigError, InvalidFileError
 
 _SENTINELS = [f'<extra_id_{i}>' for i in range(7)]
 
@@ -552,3 +553,136 @@ def test_a_folder_in_a_store(store, tmp_path, model_file):
   if store.kind == 's3':
     with pytest.raises(ConfigError, match='TensorFlow has no s3://'):
       tokenizer_folders.hugging_face_vocabulary(f'{store.root}/sp', library='seqio')
+
+
+def _set(*keys, value):
+  """Return a change that sets the field at `keys` of a tokenizer.json."""
+
+  def change(tokenizer):
+    for key in keys[:-1]:
+      tokenizer = tokenizer[key]
+    tokenizer[keys[-1]] = value
+
+  return change
+
+
+def _without(*keys):
+  def change(tokenizer):
+    for key in keys[:-1]:
+      tokenizer = tokenizer[key]
+    del tokenizer[keys[-1]]
+
+  return change
+
+
+_TABLE = ('normalizer', 'normalizers', 0, 'precompiled_charsmap')
+_DAMAGES = [
+  (_without('model'), '`model` must be an object, got None'),
+  (_set('model', value=[1]), r'`model` must be an object, got \[1\]'),
+  (_without('model', 'type'), '`model.type` must be a name, got None'),
+  (_set('model', 'type', value=['Unigram']), '`model.type` must be a name'),
+  (_without('model', 'vocab'), '`model.vocab` must be a list of pieces, got None'),
+  (_set('model', 'vocab', value={'a': 1}), '`model.vocab` must be a list'),
+  (_set('model', 'vocab', value=[]), '`model.vocab` must be a list'),
+  (_set('model', 'vocab', 5, value='a'), r'`model.vocab\[5\]` must be a piece and its score'),
+  (_set('model', 'vocab', 5, value=['a']), r'`model.vocab\[5\]` must be a piece and its score'),
+  (_set('model', 'vocab', 5, value=[1, 0.0]), r'`model.vocab\[5\]`\[0\] must be a text, got 1'),
+  (_set('model', 'vocab', 5, value=['', 0.0]), r'`model.vocab\[5\]`\[0\] must be a text'),
+  (_set('model', 'vocab', 5, value=['\ud800', 0.0]), r'`model.vocab\[5\]`\[0\] must be a text'),
+  (_set('model', 'vocab', 5, value=['a', '0']), r'`model.vocab\[5\]`\[1\] must be a finite number'),
+  (_set('model', 'vocab', 5, value=['a', 10**400]), r'`model.vocab\[5\]`\[1\] must be a finite'),
+  (
+    _set('model', 'vocab', 5, value=['a', float('nan')]),
+    r'`model.vocab\[5\]`\[1\] must be a finite',
+  ),
+  (_set('model', 'vocab', 5, value=['</s>', 0.0]), r"`model.vocab\[5\]`\[0\] .*, got '</s>'"),
+  (_set('model', 'vocab', -1, value=None), r'`model.vocab\[206\]` must be a piece'),
+  (_set('model', 'unk_id', value=None), '`model.unk_id` must be from 0 to 206, got None'),
+  (_set('model', 'unk_id', value=207), '`model.unk_id` must be from 0 to 206, got 207'),
+  (_set('model', 'unk_id', value='2'), "`model.unk_id` must be from 0 to 206, got '2'"),
+  (_set('model', 'byte_fallback', value='no'), '`model.byte_fallback` must be true or false'),
+  (_set('added_tokens', value={'a': 1}), '`added_tokens` must be a list'),
+  (_set('added_tokens', 1, value=7), r'`added_tokens\[1\]` must be an object, got 7'),
+  (_without('added_tokens', 1, 'id'), r'`added_tokens\[1\]`.id must be an integer >= 0, got None'),
+  (_set('added_tokens', 1, 'id', value=-3), r'`added_tokens\[1\]`.id must be an integer >= 0'),
+  (_without('added_tokens', 1, 'content'), r'`added_tokens\[1\]`.content must be a text'),
+  (_set('added_tokens', 1, 'special', value='x'), r'`added_tokens\[1\]`.special must be true'),
+  (_set('normalizer', value='NFKC'), "`normalizer` must be an object, got 'NFKC'"),
+  (_set('normalizer', 'normalizers', value=None), '`normalizer.normalizers` must be a list'),
+  (_set('normalizer', 'normalizers', 0, value=3), r'`normalizer.normalizers\[0\]` must be an obj'),
+  (
+    _set(*_TABLE, value=4),
+    '`precompiled_charsmap` of `normalizer` must be a text in base64, got 4',
+  ),
+  (_set(*_TABLE, value='#'), '`precompiled_charsmap` of `normalizer` must be a text in base64'),
+  (
+    _set(*_TABLE, value='AAAAAAAA'),
+    '`precompiled_charsmap` of .* must be a table of sentencepiece',
+  ),
+]
+
+
+@pytest.mark.parametrize('number', range(len(_DAMAGES)))
+def test_a_damaged_tokenizer_json_is_rejected_with_its_field(tmp_path, model_file, number):
+  change, message = _DAMAGES[number]
+  tokenizer = _tokenizer_json(model_file)
+  change(tokenizer)
+  folder = _folder(tmp_path / 'x', tokenizer=tokenizer)
+  with pytest.raises(CheckpointError, match=f'In .*x/tokenizer.json, {message}'):
+    tokenizer_folders.write_sentencepiece_model(folder)
+  assert not (tmp_path / 'x/spiece.model').exists()
+
+
+@pytest.mark.parametrize('cut', [0, 1, 40, 3000])
+def test_a_tokenizer_json_that_is_cut_is_rejected(tmp_path, model_file, cut):
+  folder = _folder(tmp_path / 'x', tokenizer=_tokenizer_json(model_file))
+  os.truncate(tmp_path / 'x/tokenizer.json', cut)
+  with pytest.raises(CheckpointError, match='tokenizer.json must hold a JSON object'):
+    tokenizer_folders.write_sentencepiece_model(folder)
+
+
+@pytest.mark.parametrize(
+  'files, message',
+  [
+    ({'tokenizer_config': {'extra_ids': 30_000_000}}, '`extra_ids` must be from 0 to 131072, got'),
+    ({'tokenizer_config': {'extra_ids': -1}}, '`extra_ids` must be from 0 to 131072, got -1'),
+    (
+      {'tokenizer_config': {'additional_special_tokens': 5}},
+      '`additional_special_tokens` must be a list of tokens, got 5',
+    ),
+    (
+      {'special_tokens_map': {'extra_special_tokens': 5}},
+      'special_tokens_map.json, `extra_special_tokens` must be a list of tokens',
+    ),
+    ({'added_tokens': {'<sep>': 10**30}}, 'added_tokens.json must list added tokens'),
+  ],
+)
+def test_invalid_numbers_of_tokens(tmp_path, model_file, files, message):
+  config = {'model_type': 't5'}
+  folder = _folder(tmp_path / 'x', model_file, **{'config': config, **files})
+  with pytest.raises(CheckpointError, match=message):
+    tokenizer_folders.hugging_face_vocabulary(folder)
+
+
+def test_vocabularies_have_a_limit_of_sentinels(tmp_path, model_file):
+  for make in (lambda n: data.SentencePieceVocabulary(str(model_file), n), data.ByteVocabulary):
+    assert make(2**17).extra_ids == 2**17
+    with pytest.raises(ConfigError, match='extra_ids` must be .*131072.*, got 30000000'):
+      make(30_000_000)
+
+
+@pytest.mark.parametrize('kind', ['FIFO', 'device', 'large'])
+def test_a_model_must_be_a_regular_file(tmp_path, kind):
+  path = tmp_path / 'spiece.model'
+  if kind == 'FIFO':
+    os.mkfifo(path)
+  elif kind == 'device':
+    path.symlink_to('/dev/zero')
+  else:
+    path.touch()
+    os.truncate(path, 2**29)
+  message = 'regular file, got a pipe' if kind != 'large' else 'at most 268,435,456 bytes'
+  with pytest.raises(ConfigError, match=message):
+    _ = data.SentencePieceVocabulary(str(path)).vocab_size
+  with pytest.raises(InvalidFileError, match=message):
+    tokenizer_folders.read_sentencepiece_model(str(path))

@@ -4,6 +4,55 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'a_pipe_is_read_like_a_file',
+    't5x_lite/files.py',
+    'if not is_folder and not stat.S_ISREG(status.st_mode):',
+    'if is_folder:',
+    'tests/data/test_tokenizer_folders.py::test_a_model_must_be_a_regular_file',
+  ),
+  Mutant(
+    'an_index_of_t5x_may_have_any_size',
+    't5x_lite/checkpoints/sources/t5x_index.py',
+    'untrusted.check_file(root, FILENAME), _MAX_BYTES)',
+    'untrusted.check_file(root, FILENAME), 2**50)',
+    'tests/test_untrusted.py::test_is_rejected_with_file_and_field',
+  ),
+  Mutant(
+    'a_file_has_any_number_of_sentinels',
+    't5x_lite/data/tokenizer_folders.py',
+    'if not 0 <= number <= vocabularies.MAX_EXTRA_IDS:',
+    'if number < 0:',
+    'tests/data/test_tokenizer_folders.py::test_invalid_numbers_of_tokens',
+  ),
+  Mutant(
+    'a_piece_may_be_in_a_tokenizer_twice',
+    't5x_lite/data/tokenizer_json.py',
+    '    if piece in seen:\n',
+    '    if not piece:\n',
+    'tests/data/test_tokenizer_folders.py::test_a_damaged_tokenizer_json_is_rejected_with_its_field',
+  ),
+  Mutant(
+    'any_finite_value_is_drawn',
+    't5x_lite/apps/plot/drawing.py',
+    'math.isfinite(value) and abs(value) <= _LARGEST',
+    'math.isfinite(value)',
+    'tests/apps/plot/test_run.py::test_values_at_the_limits_of_floats_are_drawn',
+  ),
+  Mutant(
+    'what_was_written_is_not_opened',
+    't5x_lite/checkpoints/commit.py',
+    '  state_io.check_written(pending.state, pending.arrays)\n',
+    '',
+    'tests/test_plain_paths.py::test_a_save_that_cannot_be_opened_fails',
+  ),
+  Mutant(
+    'only_the_names_of_written_arrays_count',
+    't5x_lite/checkpoints/state_io.py',
+    '    if got != expected:\n',
+    "    if got == 'none':\n",
+    'tests/test_plain_paths.py::test_arrays_that_were_written_are_compared',
+  ),
+  Mutant(
     'an_index_may_lack_any_tensor',
     't5x_lite/checkpoints/hugging_face/tensor_files.py',
     'listed -= self._tied - set(entries)',

@@ -7,6 +7,8 @@ _CLUSTER, _CLUSTER_TEST = 't5x_lite/runtime/cluster.py', 'tests/runtime/test_clu
 _WATCHDOG, _WATCHDOG_TEST = 't5x_lite/runtime/watchdog.py', 'tests/runtime/test_watchdog.py::'
 _LAUNCH, _LAUNCH_TEST = 't5x_lite/apps/launch/run.py', 'tests/apps/launch/test_run.py::'
 
+_FILES, _FILES_TEST = 't5x_lite/files.py', 'tests/test_files.py::'
+
 MUTANTS = (
   Mutant(
     'an_ascii_locale_is_kept',
@@ -35,6 +37,41 @@ MUTANTS = (
     'else 0o027',
     'else 0o077',
     'tests/runtime/test_cluster.py::test_a_secret_comes_from_a_private_file_or_from_launch',
+  ),
+  Mutant(
+    'lines_go_to_a_deleted_file',
+    _FILES,
+    '      cause = self._find_loss()\n',
+    '',
+    _FILES_TEST + 'test_a_new_file_continues_after_a_loss_and_says_what_is_missing',
+  ),
+  Mutant(
+    'lines_go_to_the_folder_of_another_run',
+    _FILES,
+    'os.stat(self._root).st_ino == self._root_inode',
+    'os.path.isdir(self._root)',
+    _FILES_TEST + 'test_records_stay_with_a_folder_that_moves',
+  ),
+  Mutant(
+    'half_of_a_record_starts_a_new_file',
+    _FILES,
+    '      self._num_written_of_first = 0\n',
+    '',
+    _FILES_TEST + 'test_a_record_that_was_half_written_is_complete_in_the_new_file',
+  ),
+  Mutant(
+    'links_are_written_through',
+    _FILES,
+    'flags | os.O_NOFOLLOW | os.O_NONBLOCK',
+    'flags | os.O_NONBLOCK',
+    _FILES_TEST + 'test_only_regular_files_are_opened_for_writing',
+  ),
+  Mutant(
+    'a_link_as_lock_is_emptied',
+    't5x_lite/checkpoints/lock.py',
+    'files.open_regular(path / LOCK_FILENAME,',
+    'os.open(path / LOCK_FILENAME,',
+    'tests/apps/train/test_lost_files.py::test_a_run_does_not_write_to_the_target_of_a_link',
   ),
   Mutant(
     'a_failure_does_not_end_the_others',

@@ -8,14 +8,14 @@ MUTANTS = (
     't5x_lite/checkpoints/store_io.py',
     'resolved = plain_paths.plain_path(os.path.realpath(directory))',
     'resolved = os.path.realpath(directory)',
-    'tests/checkpoints/test_plain_paths.py::test_other_writers_and_formats',
+    'tests/test_plain_paths.py::test_other_writers_and_formats',
   ),
   Mutant(
     'orbax_gets_a_path_that_it_misreads',
     't5x_lite/checkpoints/state_io.py',
     '    tree = checkpointer.restore(\n      plain_paths.plain_path(directory),',
     '    tree = checkpointer.restore(\n      directory,',
-    'tests/checkpoints/test_plain_paths.py::test_a_checkpoint_is_restored_from_a_folder_of_any_name',
+    'tests/test_plain_paths.py::test_a_checkpoint_is_restored_from_a_folder_of_any_name',
   ),
   Mutant(
     'a_signal_waits_for_the_previous_save',

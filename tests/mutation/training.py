@@ -743,7 +743,7 @@ MUTANTS = (
   ),
   Mutant(
     'a_line_that_was_cut_off_swallows_the_next_event',
-    't5x_lite/runtime/event_log.py',
+    't5x_lite/files.py',
     "return file.read() != b'\\n'",
     'return False',
     'tests/runtime/test_event_log.py::test_the_next_process_appends_to_a_line_that_was_cut_off',

@@ -24,6 +24,7 @@ _LAYERS = {
   't5x_lite.standard_streams': 0,
   't5x_lite.random_numbers': 0,
   't5x_lite.untrusted': 0,
+  't5x_lite.plain_paths': 0,
   't5x_lite.module_imports': 0,
   't5x_lite.masking': 0,
   't5x_lite.configurable_names': 0,

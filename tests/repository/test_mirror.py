@@ -83,6 +83,7 @@ _TESTED_IN = {
   't5x_lite/data/sources/seqio.py': 'data/test_seqio_source.py',
   't5x_lite/data/table_iterator.py': 'data/sources/test_table.py',
   't5x_lite/data/text_metrics.py': 'data/test_builtin_tasks.py',
+  't5x_lite/data/tokenizer_json.py': 'data/test_tokenizer_folders.py',
   't5x_lite/data/trimming.py': 'data/test_truncation.py',
   't5x_lite/decoding/loop.py': 'decoding/test_sampling.py',
   't5x_lite/decoding/options.py': 'decoding/test_sampling.py',

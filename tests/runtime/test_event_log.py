@@ -383,3 +383,32 @@ def test_events_in_a_store(store, clock):
   kinds = ['start', 'first_step', 'stop', 'summary']
   assert [event.kind for event in runtime.read_events(path)] == 2 * kinds
   assert store.names() == ['events.jsonl', 'events.jsonl.part-00001'] and len(lines) == 2
+
+
+def test_a_deleted_file_continues_with_an_event_that_says_what_is_missing(
+  make, clock, tmp_path, caplog
+):
+  with make() as log:
+    log.open()
+    log.on_step(7)
+    _wait(clock, 1.0)
+    (tmp_path / runtime.EVENTS_FILE).unlink()
+    log.emit('progress')
+  missing, *others = _events(tmp_path)
+  assert [event.kind for event in others] == ['progress', 'warning', 'stop', 'summary']
+  assert (missing.kind, missing.wall_time) == ('missing', 1101.0)
+  assert missing.details == {
+    'cause': 'was deleted or renamed',
+    'to_step': 7,
+    'to_wall_time': 1100.0,
+  }
+  assert caplog.text.count('was deleted or renamed while the run writes to it') == 1
+
+
+def test_events_are_not_written_to_the_target_of_a_link(make, tmp_path):
+  (tmp_path / 'other').write_text('of the user')
+  (tmp_path / runtime.EVENTS_FILE).symlink_to('other')
+  with pytest.raises(errors.LinkedFileError, match="a link to 'other'"):
+    with make() as log:
+      log.open()
+  assert (tmp_path / 'other').read_text() == 'of the user'

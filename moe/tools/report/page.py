@@ -13,6 +13,7 @@ from moe.tools.report.findings import Finding
 from moe.tools.report.findings import LayerState
 from moe.tools.report.style import Figure
 from t5x_lite import files
+from t5x_lite import untrusted
 from t5x_lite.errors import ConfigError
 from t5x_lite.formatting import format_percent
 
@@ -223,7 +224,7 @@ def gin_settings(run: files.Path) -> list[tuple[str, str]]:
   if not path.is_file():
     return []
   found = {}
-  for line in path.read_text(encoding='utf-8', errors='replace').splitlines():
+  for line in untrusted.read_regular(path).decode('utf-8', errors='replace').splitlines():
     if line.startswith(' '):  # Not a binding of the run, e.g. of a mesh rule.
       continue
     name, _, value = (part.strip() for part in line.partition('='))

@@ -18,12 +18,14 @@ from t5x_lite import evaluation
 from t5x_lite import files
 from t5x_lite import losses
 from t5x_lite import multihost
+from t5x_lite import untrusted
 from t5x_lite.errors import CheckpointError, ConfigError
 
 FILENAME = 'evaluated.json'
 _VERSION = 1
 _NUM_DIFFERENCES_SHOWN = 4
 _logger = logging.getLogger(__name__)
+_MAX_BYTES = 2**30
 
 
 class EvalRecord:
@@ -164,7 +166,7 @@ def _read_on_lead(path: files.Path) -> bytes | None:
   data = None
   if multihost.is_lead():
     with contextlib.suppress(FileNotFoundError):
-      data = path.read_bytes()
+      data = untrusted.read_regular(path, _MAX_BYTES)
   length = int(multihost.broadcast_from_lead(np.int32(-1 if data is None else len(data))))
   if length < 0:
     return None

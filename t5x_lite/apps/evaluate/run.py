@@ -130,6 +130,7 @@ def evaluate(
           )
         )
       )
+      summaries.check_files(cfg.output_dir)
     signals = stack.enter_context(runtime.StopSignals('ending before the first batch'))
     progress = runtime.Progress(enabled=multihost.is_lead(), unit='batch')
     stack.callback(progress.clear)

@@ -39,6 +39,7 @@ from t5x_lite import untrusted
 from t5x_lite.apps.common import output_folder
 from t5x_lite.apps.common import restore as restore_lib
 from t5x_lite.apps.export import functions as export_functions
+from t5x_lite.data import vocabularies
 from t5x_lite.data.added_tokens import AddedTokensVocabulary
 from t5x_lite.data.features import get_converter
 from t5x_lite.data.vocabularies import kind_of
@@ -386,7 +387,7 @@ def _vocabulary(vocabulary: Any, feature: str, folder: pathlib.Path) -> dict[str
     facts |= {'unk_id': vocabulary.unk_id, 'extra_ids': vocabulary.extra_ids}
   if kind == 'SentencePieceVocabulary':
     name = f'{feature}.sentencepiece'
-    (folder / name).write_bytes(files.path(vocabulary.sentencepiece_model_file).read_bytes())
+    (folder / name).write_bytes(vocabularies.read_model_file(vocabulary.sentencepiece_model_file))
     facts['file'] = name
   return facts
 
@@ -474,9 +475,7 @@ def _check_target(output_dir: str, model_name: str, overwrite: bool) -> files.Pa
   output_folder.remove_leftovers(target)
   if target.exists():
     try:
-      is_export = (
-        json.loads((target / MANIFEST).read_text(encoding='utf-8')).get('format') == FORMAT
-      )
+      is_export = json.loads(untrusted.read_regular(target / MANIFEST)).get('format') == FORMAT
     except (OSError, ValueError, AttributeError):
       is_export = False
     if not is_export:

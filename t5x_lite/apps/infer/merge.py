@@ -155,7 +155,7 @@ def _lock(path: files.Path) -> Iterator[None]:
   if files.is_remote(path):
     yield
     return
-  with open(path, 'wb') as stream:
+  with open(path, 'wb', opener=files.open_regular) as stream:
     fcntl.flock(stream, fcntl.LOCK_EX)
     yield
 

@@ -33,6 +33,10 @@ _NOTE_LENGTH = 58
 _MAX_NAME = 48
 # A loss whose largest value is at least this multiple of the smallest one has a logarithmic axis.
 _LOGARITHMIC = 5.0
+# Smallest value of a logarithmic axis as a share of the largest; matplotlib's ticks overflow for less.
+_SMALLEST_SHARE = 1e-100
+# Largest absolute value that is drawn.
+_LARGEST = 1e290
 _UNITS = {'accuracy': 'share of target tokens', 'timing/seconds': 'seconds'}
 
 
@@ -267,7 +271,7 @@ def _draw_lines(axes: Any, panel: Panel, styles: Mapping[tuple[str, str], _LineS
   for line in sorted(panel.lines, key=is_named):
     style = styles[line.run, line.task]
     steps, values = zip(*line.points, strict=True)
-    finite = [value if math.isfinite(value) else math.nan for value in values]
+    finite = [value if _is_drawable(value) else math.nan for value in values]
     axes.plot(
       steps,
       finite,
@@ -317,10 +321,11 @@ def _add_titles(drawn: Sequence[tuple[Any, Panel]]) -> None:
 def _set_scale(axes: Any, panel: Panel) -> list[str]:
   """Set the axis of values; return notes for the reader, in lines: the task, the range of the axis, missing values."""
   values = [value for line in panel.lines for _, value in line.points]
-  finite = [value for value in values if math.isfinite(value)]
+  finite = [value for value in values if _is_drawable(value)]
   low = min(finite, default=0.0)
   high = max(finite, default=0.0)
-  if panel.metric.endswith('loss') and low > 0 and high >= _LOGARITHMIC * low:
+  is_wide = low > 0 and high >= _LOGARITHMIC * low
+  if panel.metric.endswith('loss') and is_wide and low >= _SMALLEST_SHARE * high:
     scale = _set_logarithmic(axes)
   else:
     scale = figures.set_linear_limits(axes, finite)
@@ -331,7 +336,7 @@ def _set_scale(axes: Any, panel: Panel) -> list[str]:
     axes.text(
       0.5,
       0.5,
-      'all values are NaN or infinite',
+      f'all values are {_missing(values)}',
       transform=axes.transAxes,
       ha='center',
       va='center',
@@ -344,8 +349,20 @@ def _set_scale(axes: Any, panel: Panel) -> list[str]:
   notes.append(scale)
   num_missing = len(values) - len(finite)
   if finite and num_missing:
-    notes.append(f'{num_missing} of {len(values)} values are NaN or infinite')
+    notes.append(f'{num_missing} of {len(values)} values are {_missing(values)}')
   return textwrap.wrap(' · '.join(filter(None, notes)), _NOTE_LENGTH)
+
+
+def _is_drawable(value: float) -> bool:
+  """Return True if a value is finite, and so far from the limits of floats that axes can be computed."""
+  return math.isfinite(value) and abs(value) <= _LARGEST
+
+
+def _missing(values: Sequence[float]) -> str:
+  """Return what values that are not drawn are."""
+  if any(math.isfinite(value) and not _is_drawable(value) for value in values):
+    return f'NaN, infinite or above {_LARGEST:g}'
+  return 'NaN or infinite'
 
 
 def _set_logarithmic(axes: Any) -> str:

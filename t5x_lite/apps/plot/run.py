@@ -8,6 +8,7 @@ import re
 from t5x_lite import checkpoints
 from t5x_lite import files
 from t5x_lite import summaries
+from t5x_lite import untrusted
 from t5x_lite.apps.common import figures
 from t5x_lite.apps.plot import drawing
 from t5x_lite.errors import CheckpointDamagedError, ConfigError, DataError, did_you_mean
@@ -51,9 +52,9 @@ def plot(
     The file.
 
   Raises:
-    ConfigError: matplotlib is missing, or the file cannot be written.
-    DataError: a directory has no metrics or no metric of a given name; with `from_start`, no checkpoint has the first
-      step of the run.
+    ConfigError: matplotlib is missing, or the file cannot be written or is a link.
+    DataError: a directory has no metrics or no metric of a given name, or a file is not a regular file or too large;
+      with `from_start`, no checkpoint has the first step of the run.
   """
   folders = dict(zip(_run_names(model_dirs), model_dirs, strict=True))
   runs = {}
@@ -77,6 +78,7 @@ def plot(
     path = files.path(model_dirs[0]) / 'metrics.png'
   if not path.suffix:
     path = path.with_suffix('.png')
+  files.check_regular(path)
   with figures.figure_style():
     figure = drawing.draw(
       runs,
@@ -85,10 +87,7 @@ def plot(
       step_label='steps since the start of the run' if from_start else 'training step',
     )
     try:
-      if files.is_remote(path):
-        files.write(path, lambda local: figure.savefig(local, dpi=120))
-      else:
-        figure.savefig(path, dpi=120)
+      files.write(path, lambda local: figure.savefig(local, dpi=120, format=path.suffix[1:]))
     except (OSError, ValueError) as error:  # ValueError: a format that matplotlib does not know
       raise ConfigError(
         f'Cannot write the plot to {str(path)!r}: {error}. Choose another --out.'
@@ -112,7 +111,7 @@ def _loss_unit(model_dirs: Sequence[str | os.PathLike[str]]) -> str:
   for model_dir in model_dirs:
     path = files.path(model_dir) / 'config.gin'
     if path.is_file():
-      text = path.read_text(encoding='utf-8', errors='replace')
+      text = untrusted.read_regular(path).decode('utf-8', errors='replace')
     else:
       text = ''
     values = re.findall(r'\.loss_normalizing_factor = (?:\\\s+)?(\S+)', text)

@@ -206,6 +206,8 @@ def train(
     else:
       stack.enter_context(standard_streams.lossy_output('stdout', 'stderr'))
       checkpoints.check_is_shared(stack.enter_context(checkpoints.lock_model_dir(cfg.model_dir)))
+      summaries.check_files(cfg.model_dir)
+      files.check_regular(os.path.join(cfg.model_dir, runtime.EVENTS_FILE))
       checkpoints.recover_spooled(cfg.spool_dir, cfg.model_dir)
     progress = runtime.Progress(
       enabled=multihost.is_lead() and not cfg.dry_run, process=jax.process_index()

@@ -15,6 +15,7 @@ from t5x_lite import files
 from t5x_lite import untrusted
 from t5x_lite.checkpoints.hugging_face.families import Family
 from t5x_lite.data import tokenizer_folders
+from t5x_lite.data import vocabularies
 from t5x_lite.data.vocabularies import ByteVocabulary
 from t5x_lite.data.vocabularies import SentencePieceVocabulary
 from t5x_lite.data.vocabularies import Vocabulary
@@ -94,7 +95,7 @@ def write(
       )
       sentinels = _sentinels(tokenizer.extra_ids)
       (root / tokenizer_folders.MODEL_FILE).write_bytes(
-        files.path(tokenizer.sentencepiece_model_file).read_bytes()
+        vocabularies.read_model_file(tokenizer.sentencepiece_model_file)
       )
       _write_json(root / tokenizer_folders.TOKENIZER_JSON, _tokenizer_json(model, sentinels))
       name = _write_config(root, 'T5Tokenizer', sentinels, tokenizer.extra_ids)
@@ -109,7 +110,8 @@ def _copy(source: files.Path, target: pathlib.Path) -> Iterable[str]:
   """Copy a folder's tokenizer files unchanged; yields their names."""
   for name in FILES:
     if (source / name).is_file():
-      (target / name).write_bytes(untrusted.check_file(source, name).read_bytes())
+      path = untrusted.check_file(source, name)
+      (target / name).write_bytes(untrusted.read_regular(path, vocabularies.MAX_MODEL_BYTES))
       yield name
 
 
@@ -153,10 +155,9 @@ def _extra_ids(path: files.Path, family: Family) -> int:
   parameters = path.with_name(f'{path.name}.json')
   if parameters.is_file():
     remedy = 'Delete it, or train the vocabulary again.'
-    number = untrusted.parse_object(parameters.read_bytes(), str(parameters), remedy).get(
-      'extra_ids'
-    )
-    if isinstance(number, int):
+    facts = untrusted.parse_object(untrusted.read_regular(parameters), str(parameters), remedy)
+    number = tokenizer_folders.checked_extra_ids(facts, parameters)
+    if number is not None:
       return number
   if tokenizer_folders.has_sentinels(str(path)):
     return 0

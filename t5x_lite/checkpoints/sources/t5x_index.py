@@ -23,6 +23,8 @@ from t5x_lite.formatting import printable
 
 FILENAME = 'checkpoint'
 VERSION = 3
+# Arrays that T5X does not partition are in the index.
+_MAX_BYTES = 2**30
 # Version 2 writes bfloat16 as its bits, in uint16.
 _VERSIONS_READ = (2, 3)
 _SPEC_KEY = 'driver'
@@ -66,7 +68,7 @@ def read(root: files.Path) -> dict[str, StoredArray | np.ndarray]:
   """
   path = root / FILENAME
   try:
-    content = untrusted.check_file(root, FILENAME).read_bytes()
+    content = untrusted.read_regular(untrusted.check_file(root, FILENAME), _MAX_BYTES)
     document: Any = flax.serialization.msgpack_restore(content)
     version = None
     if isinstance(document, Mapping) and 'optimizer' in document:

@@ -1,7 +1,12 @@
 """Plots of runs: drawn content, and errors."""
 
 import builtins
+import itertools
 import json
+import os
+import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -47,6 +52,17 @@ def test_default_metrics_and_file(tmp_path):
   ):
     assert f'>{title}<' in text
   assert 'econds' not in text
+
+
+def test_a_plot_does_not_replace_the_target_of_a_link(tmp_path):
+  run = _run(tmp_path / 'a')
+  (tmp_path / 'photo.png').write_text('of the user')
+  (run / 'metrics.png').symlink_to('../photo.png')
+  with pytest.raises(errors.LinkedFileError, match="metrics.png' must be .*photo.png"):
+    plot_lib.plot([run])
+  assert (tmp_path / 'photo.png').read_text() == 'of the user'
+  (run / 'metrics.png').unlink()
+  assert plot_lib.plot([run]).read_bytes().startswith(_PNG)
 
 
 @pytest.mark.parametrize(
@@ -172,3 +188,57 @@ def test_plot_of_a_run_in_a_store(store, tmp_path):
   path = plot_lib.plot([f'{store.root}/a', local])
   assert str(path) == f'{store.root}/a/metrics.png' and path.read_bytes().startswith(_PNG)
   assert repr(plot_lib.read_run(f'{store.root}/a')) == repr(plot_lib.read_run(local))
+
+
+@pytest.mark.parametrize('kind', ['FIFO', 'device', 'large'])
+def test_a_plot_reads_regular_files_only(tmp_path, kind):
+  run = _run(tmp_path / 'a')
+  path = run / 'train/metrics.jsonl'
+  path.unlink()
+  if kind == 'device':
+    path.symlink_to('/dev/zero')
+  elif kind == 'large':
+    path.touch()
+    os.truncate(path, 6 * 2**30)
+  else:
+    os.mkfifo(path)
+  # In a process of its own, which would wait, or read without end.
+  done = subprocess.run(
+    [sys.executable, '-m', 't5x_lite', 'plot', str(run)],
+    capture_output=True,
+    text=True,
+    timeout=100,
+    env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+  )
+  assert done.returncode == 2, done.stderr
+  assert f"{path}' must " in done.stderr and 'Traceback' not in done.stderr
+  path.unlink()
+  shutil.copy(run / 'training_eval/task/metrics.jsonl', path)  # The remedy: a file.
+  assert plot_lib.plot([run]).exists()
+
+
+_LIMITS = (1e308, -1e308, 1e290, -1e290, 5e-324, 0.0, 1.0, 'Infinity', 2**1000)
+
+
+@pytest.mark.filterwarnings('error::RuntimeWarning')
+def test_values_at_the_limits_of_floats_are_drawn(tmp_path):
+  (tmp_path / 'train').mkdir()
+  pairs = list(itertools.combinations(_LIMITS, 2))
+  names = [f'{number}/loss' for number in range(len(pairs))]
+  lines = [
+    {'step': step} | dict(zip(names, values, strict=True))
+    for step, values in enumerate(zip(*pairs, strict=True))
+  ]
+  text = ''.join(json.dumps(line) + '\n' for line in lines)
+  (tmp_path / 'train/metrics.jsonl').write_text(text)
+  assert plot_lib.plot([tmp_path], metrics=names).read_bytes().startswith(_PNG)
+
+
+def test_values_that_are_too_large_are_counted(tmp_path):
+  (tmp_path / 'train').mkdir()
+  lines = [{'step': i, 'loss': value} for i, value in enumerate((1.0, 1e308, -1e308, 2.0))]
+  lines += [{'step': 2**31, 'loss': 1.0}, {'step': 10**400, 'loss': 1.0}]
+  text = ''.join(json.dumps(line) + '\n' for line in lines) + '[' * 100_000
+  (tmp_path / 'train/metrics.jsonl').write_text(text)
+  drawn = plot_lib.plot([tmp_path], tmp_path / 'a.svg').read_text()
+  assert '2 of 4 values are NaN, infinite or above 1e+290' in drawn

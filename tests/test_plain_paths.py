@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from t5x_lite import checkpoints
-from t5x_lite.checkpoints import plain_paths
+from t5x_lite import errors
+from t5x_lite import plain_paths
+from t5x_lite.checkpoints import manifest
+from t5x_lite.checkpoints import state_io
 from t5x_lite.checkpoints import streaming
 from tests.checkpoints.sources import t5x_samples
 
@@ -74,3 +77,40 @@ def test_the_folder_for_temporary_files_may_have_such_a_name(tmp_path, monkeypat
   monkeypatch.setattr(tempfile, 'tempdir', str(folder))
   found = plain_paths.plain_path(folder / 'run')
   assert found.parent.resolve() == folder.resolve() and not set('[\\') & set(str(found))
+
+
+@pytest.mark.parametrize('name', ['run[1]', 'a\\b'])
+def test_a_save_that_cannot_be_opened_fails(name, tmp_path, monkeypatch):
+  monkeypatch.setattr(plain_paths, 'plain_path', pathlib.Path)  # As if the libraries misread more.
+  (tmp_path / name).mkdir()
+  with checkpoints.CheckpointManager(
+    tmp_path / name, save_cfg=checkpoints.SaveCheckpointConfig()
+  ) as manager:
+    manager.save(3, _STATE)
+    with pytest.raises(errors.SaveError, match='step 3 could not be written.*state'):
+      manager.wait()
+  assert not list((tmp_path / name).glob('checkpoint_*'))
+
+
+@pytest.mark.parametrize(
+  'change, got',
+  [
+    ({'shape': [3, 2]}, r'\[3, 2\] float32, got \[2, 3\] float32'),
+    ({'dtype': 'int32'}, r'\[2, 3\] int32, got \[2, 3\] float32'),
+    (None, r'target/v of shape and dtype \[1\] int32, got none'),
+  ],
+)
+def test_arrays_that_were_written_are_compared(change, got, tmp_path):
+  with checkpoints.CheckpointManager(
+    tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()
+  ) as manager:
+    manager.save(3, {'target': {**_STATE['target'], 'none': np.zeros((0, 2))}})
+  arrays = dict(manifest.read(tmp_path / 'checkpoint_3').arrays)
+  folder = state_io.state_dir(tmp_path / 'checkpoint_3')
+  state_io.check_written(folder, arrays)
+  if change is None:
+    arrays['target/v'] = {'shape': [1], 'dtype': 'int32'}
+  else:
+    arrays['target/w'] = arrays['target/w'] | change
+  with pytest.raises(errors.CheckpointError, match=got):
+    state_io.check_written(folder, arrays)

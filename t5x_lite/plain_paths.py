@@ -1,7 +1,7 @@
-"""Paths of local folders for Orbax and TensorStore, which misread some characters.
+"""Paths of local folders for Orbax, TensorStore and seqio, which misread some characters.
 
-Orbax lists folders by glob patterns made of their paths, so it does not find the files below `run[1]`. TensorStore
-reads a backslash as `/`, so it writes the files of the folder `a\\b` below the folder `a`.
+Orbax and seqio list folders by glob patterns made of their paths, so they do not find the files below `run[1]`.
+TensorStore reads a backslash as `/`, so it writes the files of the folder `a\\b` below the folder `a`.
 """
 
 import atexit
@@ -17,7 +17,7 @@ _MISREAD = frozenset('[]*?\\')
 
 
 def plain_path(path: str | os.PathLike[str]) -> pathlib.Path:
-  """Return a path of the same file or folder without characters that Orbax or TensorStore misread.
+  """Return a path of the same file or folder without characters that these libraries misread.
 
   It is `path` itself, or a path below a symbolic link to the innermost folder with such a name. The links are in a
   temporary folder that is removed at the end of the process.
