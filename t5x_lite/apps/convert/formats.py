@@ -2,7 +2,15 @@
 
 FORMATS = ('t5x_lite', 't5x', 'hugging_face')
 # Names that users give to formats, in lower case.
-OTHER_NAMES: dict[str, str] = dict.fromkeys(
-  ('hf', 'huggingface', 'hugging-face', 'transformers', 'pytorch', 'torch', 'pt', 'safetensors'),
-  'hugging_face',
-) | dict.fromkeys(('t5x-lite', 't5xlite'), 't5x_lite')
+OTHER_NAMES = {
+  'hf': 'hugging_face',
+  'huggingface': 'hugging_face',
+  'hugging-face': 'hugging_face',
+  'transformers': 'hugging_face',
+  'pytorch': 'hugging_face',
+  'torch': 'hugging_face',
+  'pt': 'hugging_face',
+  'safetensors': 'hugging_face',
+  't5x-lite': 't5x_lite',
+  't5xlite': 't5x_lite',
+}
