@@ -139,7 +139,10 @@ def test_script_and_command_are_one_program():
     (['train', '--gin_fil=a.gin'], ['has no flag --gin_fil', "'--gin_file'"]),
     (['train', '--gin-file=a.gin'], ['has no flag --gin-file', '--gin_file']),
     (['train', '--gin'], ['train has no flag --gin.']),
-    (['train', '-gin.TRAIN_STEPS=3'], ['train has no flag -gin.TRAIN_STEPS', '--gin.NAME=VALUE']),
+    (
+      ['train', '-gin.TRAIN_STEPS=3'],
+      ['train has no flag -gin.TRAIN_STEPS', 'Did you mean --gin.TRAIN_STEPS=3?'],
+    ),
     (
       ['train', 'recipes/keyword_cloze.gin'],
       ['Did you mean --gin_file=recipes/keyword_cloze.gin?'],

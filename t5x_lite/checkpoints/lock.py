@@ -255,9 +255,11 @@ def without_links(directory: str | os.PathLike[str]) -> str:
     directory: path of the directory, which need not exist; in an object store it has no links.
   """
   name = os.fspath(directory)
+  if files.is_remote(name) or '\0' in name:  # `lock_model_dir` reports a null byte
+    return name
   real = files.real_path(name)
   is_dangling = os.path.islink(name) and not os.path.exists(name)
-  if files.is_remote(name) or is_dangling or real == os.path.abspath(name):
+  if is_dangling or real == os.path.abspath(name):
     return name
   return real
 
