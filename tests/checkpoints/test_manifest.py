@@ -3,7 +3,6 @@
 import dataclasses
 import errno
 import hashlib
-import pathlib
 import random
 import re
 import shutil
@@ -13,6 +12,7 @@ import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import errors
+from t5x_lite import untrusted
 from t5x_lite.checkpoints import manifest
 from tests.checkpoints import checkpoint_states as states
 
@@ -137,11 +137,19 @@ def test_a_file_that_the_disk_does_not_give_back_is_damage_too(run_dir, monkeypa
     if str(path) == str(unreadable):
       raise OSError(errno.EIO, 'Input/output error')
 
-  file_digest, read_bytes = hashlib.file_digest, pathlib.Path.read_bytes
-  monkeypatch.setattr(
-    hashlib, 'file_digest', lambda f, *args: (fail(f.name), file_digest(f, *args))[1]
-  )
-  monkeypatch.setattr(pathlib.Path, 'read_bytes', lambda path: (fail(path), read_bytes(path))[1])
+  file_digest = hashlib.file_digest
+  read_regular = untrusted.read_regular
+
+  def digest_or_fail(file, *args):
+    fail(file.name)
+    return file_digest(file, *args)
+
+  def read_or_fail(path, *args):
+    fail(path)
+    return read_regular(path, *args)
+
+  monkeypatch.setattr(hashlib, 'file_digest', digest_or_fail)
+  monkeypatch.setattr(untrusted, 'read_regular', read_or_fail)
   with caplog.at_level('WARNING'):
     assert checkpoints.newest_sound_step(run_dir) == 2
   assert re.search(
