@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 
+import jax
 import numpy as np
 import pytest
 
@@ -197,18 +198,39 @@ def test_a_manifest_of_another_format(run_dir):
     checkpoints.restore_checkpoint(root, states.target())
 
 
-def test_small_equal_numbers_are_saved_though_the_index_compresses_them(tmp_path):
+def _saved_equal_numbers(folder, size):
+  mesh = jax.make_mesh((8,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
   state = {
-    'target': {str(i): np.ones(250, np.float32) for i in range(200)},
-    'state': {'step': np.int32(1)},
+    'target': {str(i): np.ones(size, np.float32) for i in range(200)},
+    'state': {'step': np.int32(1), 'v': jax.device_put(np.ones([16, 32], np.float32), sharding)},
   }
   with checkpoints.CheckpointManager(
-    tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()
+    folder, save_cfg=checkpoints.SaveCheckpointConfig()
   ) as manager:
     manager.save(1, state)
-  folder = tmp_path / 'checkpoint_1'
-  assert (
-    sum(path.stat().st_size for path in (folder / 'state').rglob('*') if path.is_file())
-    < 200 * 1000
-  )
-  assert checkpoints.load(folder)['target']['199'].sum() == 250
+  return folder / 'checkpoint_1'
+
+
+def test_equal_numbers_are_saved_in_parts_of_any_size(tmp_path):
+  folder = _saved_equal_numbers(tmp_path, 250)
+  files = [path for path in (folder / 'state').rglob('*') if path.is_file()]
+  # Nothing is compressed, also the index, in which small parts of arrays are.
+  assert sum(path.stat().st_size for path in files) > 200 * 1000 + 16 * 32 * 4
+  found = checkpoints.load(folder)
+  assert found['target']['199'].sum() == 250 and found['state']['v'].sum() == 16 * 32
+
+
+@pytest.mark.parametrize('size, is_small', [(256, True), (257, False)])
+def test_the_index_of_an_earlier_checkpoint_may_be_compressed(tmp_path, size, is_small):
+  folder = _saved_equal_numbers(tmp_path, size)
+  found = manifest.read(folder)
+  arrays = {name: entry for name, entry in found.arrays.items() if name != 'state/v'}
+  files = {name: {**entry, 'bytes': 5} for name, entry in found.files.items()}
+  earlier = dataclasses.replace(found, arrays=arrays, files=files)
+  if is_small:
+    manifest.write(folder, earlier)
+    assert manifest.read(folder) == earlier
+  else:
+    with pytest.raises(errors.CheckpointError, match='must fit into the .* bytes of the files'):
+      manifest.write(folder, earlier)
