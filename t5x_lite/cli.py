@@ -400,6 +400,14 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
     else:
       hint = did_you_mean(argv[0], program.commands)
     raise ConfigError(f'{argv[0]!r} is not a command.{hint}')
+  position = next((i for i, word in enumerate(argv) if word in program.commands), 0)
+  if position and argv[0] not in ('-h', '--help', '--version'):
+    call = shlex.join(
+      [*program.call.split(), argv[position], *argv[:position], *argv[position + 1 :]]
+    )
+    raise ConfigError(
+      f'{argv[0]} must be after the command {argv[position]}. Did you mean `{call}`?'
+    )
   if argv[0].startswith('--gin') and 'train' in program.commands:
     call = shlex.join([*program.call.split(), 'train', *argv])
     raise ConfigError(f'The command is missing. Did you mean `{call}`?')

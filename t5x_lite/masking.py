@@ -18,7 +18,13 @@ _HARMLESS_ENDS = ('file', 'path', 'dir', 'folder', 'ids', 'axes', 'fn', 'length'
 # Names of numbers too, such as num_tokens.
 _MAY_BE_PLAIN = re.compile('[a-z]*?(key|token)s?')
 # Options of this package: names of features and of fields of JSON lines.
-_OWN_OPTIONS = ('inputs_key', 'targets_key')
+_OWN_OPTIONS = ('inputs_key', 'targets_key', 'task_keys')
+_OWN_OPTIONS_OF = ('SpanCorruption.key', 'file_task.keys')
+# Words next to `key` and `token` in names of fields and of tokens in texts, such as text_key and EOS_TOKEN.
+_HARMLESS_WORDS = re.compile(
+  'bos|cls|column|end|eos|features?|fields?|inputs?|json|labels?|mask|metric|outputs?|pad|padding|predictions?|sep|'
+  'separator|special|start|stop|targets?|text|type|unk'
+)
 _OWN_FLAGS = ('--key',)
 # Flags whose value is text of gin.
 _TEXT_FLAGS = ('--gin_bindings', '-gin_bindings')
@@ -26,7 +32,7 @@ _WORDS = re.compile('[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+')
 # Numbers, truth values, references and macros of gin, and lists of numbers.
 _PLAIN_VALUE = re.compile(r'[\d.,eE+\s()\[\]-]*|None|True|False|true|false|[@%].*')
 _PASSWORD_OF_URL = re.compile(r'(?<=://)([^\s/:@\'"]*):([^\s/\'"]+)(?=@)')
-_ITEM = re.compile(r'([\w-]+)(["\']?\s*[:=]\s*)(["\'])(.*?)\3')
+_ITEM = re.compile(r'([\w./-]+)(["\']?\s*[:=]\s*)(["\'])(.*?)\3')
 _QUERY = re.compile(r'(?<=[?&;])([\w.-]+)(=)([^&;\s\'"]+)')
 # Shorter values may be a part of any text.
 _MIN_VALUE = 6
@@ -39,12 +45,17 @@ def is_secret_name(name: str) -> bool:
   [True, True, True, True]
   >>> [is_secret_name(name) for name in ('--gin.TRAIN_STEPS', 'recipes/keyword_cloze', '--cluster_secret_file')]
   [False, False, False]
+  >>> [is_secret_name(name) for name in ('--gin.mine.task.text_key', 'EOS_TOKEN', 'data.SpanCorruption.key')]
+  [False, False, False]
   """
-  last = re.split('[./]', name.strip())[-1]
-  if name in _OWN_FLAGS or last in _OWN_OPTIONS:
+  parts = re.split('[./]', name.strip())
+  last = parts[-1]
+  if name in _OWN_FLAGS or last in _OWN_OPTIONS or '.'.join(parts[-2:]) in _OWN_OPTIONS_OF:
     return False
   words = _words(last)
   if not words or words[-1] in _HARMLESS_ENDS:
+    return False
+  if any(map(_HARMLESS_WORDS.fullmatch, words)) and _may_be_plain(words):
     return False
   return any(map(_SECRET.fullmatch, words))
 
@@ -117,8 +128,12 @@ def _is_plain(name: str, value: str) -> bool:
   """Return whether a value is a number, a truth value or a name of gin, and `name` may be that of one."""
   if _PLAIN_VALUE.fullmatch(value.strip()) is None:
     return False
-  words = filter(_SECRET.fullmatch, _words(name))
-  return all(map(_MAY_BE_PLAIN.fullmatch, words))
+  return _may_be_plain(_words(name))
+
+
+def _may_be_plain(words: Sequence[str]) -> bool:
+  """Return whether the secret ones among the words of a name are only keys and tokens."""
+  return all(map(_MAY_BE_PLAIN.fullmatch, filter(_SECRET.fullmatch, words)))
 
 
 def _values(words: Sequence[str]) -> Iterator[str]:

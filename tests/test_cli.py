@@ -156,6 +156,18 @@ def test_script_and_command_are_one_program():
     ),
     (['--dry_run'], ['arguments are required: COMMAND']),
     (
+      ['--log_level=info', 'train', '--dry_run'],
+      [
+        '--log_level=info must be after the command train',
+        'Did you mean `t5x_lite train --log_level=info --dry_run`?',
+      ],
+    ),
+    (['-x', 'infer', 'runs/a b'], ["Did you mean `t5x_lite infer -x 'runs/a b'`?"]),
+    (
+      ['--gin_file=a.gin', 'train', '--gin.TRAIN_STEPS=3'],
+      ['Did you mean `t5x_lite train --gin_file=a.gin --gin.TRAIN_STEPS=3`?'],
+    ),
+    (
       ['explain_sharding', '--gin_file=recipes/keyword_cloze.gin', '--num_devices=0'],
       ['must be an integer in [1, 2048]'],
     ),

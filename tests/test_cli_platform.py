@@ -12,7 +12,7 @@ import pytest
 from t5x_lite import cli_platform
 
 _ROOT = pathlib.Path(__file__).parents[1]
-_RECIPE = ('train', '--gin_file=recipes/keyword_cloze.gin', '--gin.MODEL_DIR=run', '--dry_run')
+_RECIPE = ('train', '--gin_file=recipes/keyword_cloze.gin', '--gin.MODEL_DIR=folder/run')
 
 
 def _environment(folder: pathlib.Path, **variables: str) -> dict[str, str]:
@@ -63,6 +63,7 @@ def test_broken_environment(tmp_path, variables, fragments):
   assert done.stderr.startswith('t5x_lite: error: ') and len(done.stderr.splitlines()) == 1
   for fragment in fragments:
     assert fragment in done.stderr
+  assert not list(tmp_path.iterdir())  # No model directory of a run that cannot start.
 
 
 @pytest.mark.parametrize(

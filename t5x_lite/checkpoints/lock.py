@@ -192,6 +192,7 @@ def lock_model_dir(
   discovery.check_path(directory, what)
   path = files.path(directory).absolute()
   created: list[files.Path] = []
+  is_lead = multihost.is_lead()  # Before anything is created, since it raises without a device.
   try:
     if not files.is_remote(path):
       created = [folder for folder in (path, *path.parents) if not folder.exists()]
@@ -201,7 +202,7 @@ def lock_model_dir(
       if str(path) in _held:
         _held[str(path)]._num_holders += 1  # pylint: disable=protected-access
         return _held[str(path)]
-      if not multihost.is_lead():
+      if not is_lead:
         lock = ModelDirLock(path, None, created, '', what)
       elif files.is_remote(path):
         held = lease.Lease(path, LOCK_FILENAME, in_use=_in_use(path, what, elsewhere))
@@ -213,7 +214,7 @@ def lock_model_dir(
         files.fence(path, lock.check_folder)
       _held[str(path)] = lock
     try:
-      if multihost.is_lead():
+      if is_lead:
         discovery.clean_leftovers(path)
     except OSError:
       lock.release()

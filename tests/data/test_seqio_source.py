@@ -8,6 +8,7 @@ import functools
 import json
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from t5x_lite.data import vocabularies as vocabularies_lib
 from t5x_lite.errors import ConfigError, DataError, DataUnavailableError
 from t5x_lite.partitioning import DataLayout
 from t5x_lite.partitioning import PjitPartitioner
+from tests.data.test_text_ids import train_model
 
 pytest.importorskip('seqio')
 pytest.importorskip('t5')
@@ -577,6 +579,16 @@ def test_data_ends_after_its_epochs():
     and not shards[0].ends_together
     and iterator.ends_together
   )
+
+
+def test_a_model_without_an_end_of_sequence_has_its_ids_in_the_message(tmp_path):
+  vocabulary = seqio.SentencePieceVocabulary(train_model(tmp_path / 'x.model', eos_id=-1), 10)
+  feature = seqio.Feature(vocabulary, required=False)
+  task = _task('no_end', output_features={'inputs': feature, 'targets': feature})
+  cfg = _cfg(task, {'inputs': 8, 'targets': 8}, split='train', batch_size=1)
+  model = types.SimpleNamespace(input_vocabulary=vocabulary, output_vocabulary=vocabulary)
+  with pytest.raises(ConfigError, match='pad_id = 0, eos_id = -1.*t5x_lite vocab'):
+    data.verify_matching_vocabs(cfg, model)
 
 
 def test_failing_preprocessors_are_named():

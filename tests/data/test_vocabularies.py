@@ -3,8 +3,11 @@
 import copy
 import pathlib
 import pickle
+import subprocess
+import sys
 import types
 
+import numpy as np
 import pytest
 
 from t5x_lite import data
@@ -133,6 +136,36 @@ def test_the_end_of_sequence_is_an_id_that_is_not_padding(eos_id):
   vocabularies.check_ids('input', types.SimpleNamespace(eos_id=None, vocab_size=9))
 
 
+_TRAINS_AFTER_ENCODING = """
+import io
+import sys
+
+import sentencepiece
+
+from t5x_lite import data
+
+vocabulary = data.SentencePieceVocabulary(sys.argv[1], 10)
+vocabulary.decode(vocabulary.encode('fox <extra_id_0>'))
+vocabulary.encode_literally('fox <extra_id_0>')
+lines = iter(['the quick brown fox', 'pack my box'] * 20)
+sentencepiece.SentencePieceTrainer.train(
+  sentence_iterator=lines, model_writer=io.BytesIO(), vocab_size=30, hard_vocab_limit=False
+)
+"""
+
+
+def test_the_log_of_sentencepiece_is_as_the_user_has_set_it(tmp_path):
+  path = train_model(tmp_path / 'x.model')
+  done = subprocess.run(
+    [sys.executable, '-c', _TRAINS_AFTER_ENCODING, path],
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  # Its level is that of the entire process; this is a message of the level info.
+  assert '_trainer.cc:' in done.stderr
+
+
 @pytest.mark.parametrize(
   'options, message',
   [
@@ -161,11 +194,20 @@ def test_special_ids_of_sentencepiece(tmp_path, options, message):
   if message is None:
     assert 0 not in vocabulary.encode('fox \u4e2d') and vocabulary.eos_id > 0
     return
+  examples = tmp_path / 'a.jsonl'
+  examples.write_text('{"inputs": "fox", "targets": "dog"}\n')
   uses = [
     lambda: vocabulary.encode('a'),
     lambda: vocabulary.eos_id,
     lambda: data.text_task(
       name='t', texts_fn=lambda split: [], splits=('train',), vocabulary=vocabulary
+    ),
+    lambda: (
+      data.file_task(
+        name='f', splits={'train': str(examples)}, format='jsonl', vocabulary=vocabulary
+      )
+      .table('train', {'inputs': 8, 'targets': 8})
+      .examples(0, np.arange(1))
     ),
   ]
   for use in uses:
