@@ -291,7 +291,7 @@ def _problem_of_files(entries: Mapping[str, Any], num_data_processes: int) -> st
   return None
 
 
-# Orbax stores smaller arrays in the nodes of its index, which are compressed.
+# Smaller arrays are stored in the nodes of the index, which Orbax compresses, and so did our earlier versions.
 _MAX_INLINE_BYTES = 1024
 
 

@@ -36,8 +36,9 @@ _MAX_CHUNK_BYTES = 2**26
 _GROUP_BYTES = 2**30
 # Links to the open files and folders of this process; Linux only.
 _OPEN_FILES = pathlib.Path('/proc/self/fd')
-# Orbax's options of a database: metadata of arrays, and small parts of them, are in the index, which has few nodes. It is
-# not compressed, so that the files of a state have at least the bytes of its arrays, which its manifest is compared with.
+# Orbax's options of a database: metadata of arrays, and small parts of them, are in the index, which has few nodes. It
+# is not compressed, so that the files of a state have at least the bytes of its arrays, which its manifest is compared
+# with.
 _DATABASE_OPTIONS = {
   'max_inline_value_bytes': 1024,
   'max_decoded_node_bytes': 100_000_000,
@@ -80,7 +81,8 @@ def write_parts(directory: files.Path, state: HostParts) -> None:
   """Write the parts of this process, and in the lead process the index; with several processes `merge` follows.
 
   Raises:
-    OSError: they cannot be written, e.g. because the disk is full. Nothing is written any more.
+    OSError: they cannot be written, e.g. because the disk is full. On a disk nothing is written any more; requests to a
+      store in an outage may still be repeated.
   """
   context = context_of(directory)  # one, so that the writes of all arrays are committed together
   with _fixed(directory) as fixed:
@@ -126,7 +128,7 @@ def _results(opened: Mapping[str, Any], directory: files.Path) -> dict[str, Any]
 def _wait_for(writes: Sequence[Any], directory: files.Path) -> None:
   with _explained(directory):
     failed = [error for write in writes if (error := _error_of(write, directory)) is not None]
-    if failed:  # all have ended, so nothing writes to the folder any more
+    if failed:  # all have ended
       raise failed[0]
 
 
