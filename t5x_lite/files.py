@@ -336,8 +336,9 @@ def unwritten(folder: PathLike) -> dict[str, bytes]:
   """Return path -> content of what was appended below a folder, or written behind, and could not yet be written."""
   found: dict[str, bytes] = {}
   if not is_remote(folder):
-    for file in list(_open_files):
-      if content := file.unwritten():
+    for reference in list(_open_files):
+      file = reference()
+      if file is not None and (content := file.unwritten()):
         found[os.path.abspath(file.path)] = content
   for parts_of_file in list(_open_parts):
     waiting = parts_of_file.unwritten()
@@ -555,7 +556,7 @@ class AppendedFile:
     self._path = path
     self._relative = path.relative_to(root)
     self._root = root
-    self._root_inode: int | None = None
+    self._root_status: os.stat_result | None = None
     self._header = header
     self._missing_fn = missing_fn
     self._num_continued = 0
@@ -567,7 +568,7 @@ class AppendedFile:
     self._last: bytes | None = None
     self._size = 0
     self._loss = ''
-    _open_files.add(self)
+    _open_files.add(weakref.ref(self, _open_files.discard))
 
   @property
   def path(self) -> pathlib.Path:
@@ -675,19 +676,20 @@ class AppendedFile:
     return ''
 
   def _is_root_there(self) -> bool:
+    assert self._root_status is not None
     try:
-      return os.stat(self._root).st_ino == self._root_inode
+      return os.path.samestat(os.stat(self._root), self._root_status)
     except OSError:
       return False
 
   def _open(self, cause: str) -> None:
     """Open the file, and begin with what is missing in it."""
-    if self._root_inode is None:
+    if self._root_status is None:
       make_folder_of(self._path)
       # A link to the root may lead elsewhere later.
       self._root = self._root.resolve()
       self._path = self._root / self._relative
-      self._root_inode = os.stat(self._root).st_ino
+      self._root_status = os.stat(self._root)
     elif not self._is_root_there():
       raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._root))
     make_folder_of(self._path)
@@ -710,8 +712,9 @@ class AppendedFile:
     self._size = size
 
 
-# Files of `AppendedFile`; one that nobody uses any more has nothing to be written.
-_open_files: weakref.WeakSet[AppendedFile] = weakref.WeakSet()
+# Files that have nothing to be written once nobody uses them. Not a WeakSet, which must not change while another thread
+# lists it.
+_open_files: set[weakref.ref[AppendedFile]] = set()
 
 
 # Folder -> function that raises if this process may not write below it.

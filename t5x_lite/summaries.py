@@ -130,9 +130,8 @@ class SummaryWriter:
     """Warn once if the files lack what was written; without the lock, since a warning is an event of the run."""
     with self._lock:
       of_lines = self._lines.take_loss()
-      if (
-        of_lines
-      ):  # Then the events may be lost too, which are written less often: one warning for both.
+      if of_lines:
+        # Then the events may be lost too, which are written less often: one warning for both.
         self._events.append(b'', at_once=True)
       of_events = self._events.take_loss()
     if not of_lines and not of_events:
@@ -636,7 +635,9 @@ def _missing_until(line: str, row: dict[str, Any], last_step: int | None) -> lis
   to_step = missing.get('to_step')
   if last_step is None or (isinstance(to_step, int) and to_step <= last_step):
     return [f'{line}\n']
-  if last_step <= (after_step if isinstance(after_step, int) else -1):
+  if not isinstance(after_step, int):
+    after_step = -1
+  if last_step <= after_step:
     return []
   return [json_lines.to_line({**row, 'missing': {**missing, 'to_step': last_step}})]
 

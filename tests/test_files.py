@@ -5,6 +5,8 @@ import os
 import pathlib
 import re
 import shutil
+import sys
+import threading
 import time
 
 import pytest
@@ -254,6 +256,53 @@ def test_records_stay_with_a_folder_that_moves(tmp_path):
   (tmp_path / 'away').rename(root)
   file.close()
   assert (root / 'train/lines').read_text() == 'missing two\nthree\n'
+
+
+def test_nothing_is_written_to_another_file_system_with_the_inode_of_the_folder(
+  tmp_path, monkeypatch
+):
+  root = tmp_path / 'run'
+  file = files.appended(root / 'lines', root=root, missing_fn=_missing)
+  file.append(b'one\n', at_once=True)
+  (root / 'lines').unlink()
+  stat = os.stat
+
+  def on_another_disk(path, **options):
+    found = stat(path, **options)
+    if path != root:
+      return found
+    return os.stat_result((*found[:2], found.st_dev + 1, *found[3:10]))
+
+  monkeypatch.setattr(os, 'stat', on_another_disk)
+  file.append(b'two\n', at_once=True)
+  with pytest.raises(FileNotFoundError, match='run'):
+    file.flush()
+  monkeypatch.undo()
+  assert not list(root.iterdir())
+  file.close()
+  assert (root / 'lines').read_text() == 'missing one\ntwo\n'
+
+
+def test_files_are_listed_while_another_thread_opens_some(tmp_path):
+  opened = []
+  stopped = threading.Event()
+
+  def open_files():
+    while not stopped.is_set():
+      opened.append(files.appended(tmp_path / 'file'))
+      del opened[:-200]
+
+  thread = threading.Thread(target=open_files)
+  interval = sys.getswitchinterval()
+  sys.setswitchinterval(1e-6)
+  thread.start()
+  try:
+    for _ in range(3000):
+      assert files.unwritten(tmp_path) == {}
+  finally:
+    stopped.set()
+    thread.join()
+    sys.setswitchinterval(interval)
 
 
 def test_a_record_that_was_half_written_is_complete_in_the_new_file(tmp_path, monkeypatch):

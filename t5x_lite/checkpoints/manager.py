@@ -35,12 +35,12 @@ from t5x_lite.checkpoints import lock as lock_lib
 from t5x_lite.checkpoints import manifest
 from t5x_lite.checkpoints import options
 from t5x_lite.checkpoints import policies
+from t5x_lite.checkpoints import process_save
 from t5x_lite.checkpoints import restore as restore_lib
 from t5x_lite.checkpoints import retention
 from t5x_lite.checkpoints import spool as spool_lib
 from t5x_lite.checkpoints import state_io
 from t5x_lite.checkpoints import store_io
-from t5x_lite.checkpoints import store_save
 from t5x_lite.checkpoints import transforms
 
 _logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class CheckpointManager:
     self._directory = files.path(directory).absolute()
     self._save_cfg = save_cfg
     self._thread: threading.Thread | None = None
-    self._begun: store_save.StoreSave | None = None
+    self._begun: process_save.ProcessSave | None = None
     self._error: tuple[int, BaseException] | None = None
     self._own_steps: set[int] = set()
     self._has_partial_files = False
@@ -411,7 +411,7 @@ class CheckpointManager:
     if isinstance(error, errors.DirectoryInUseError):
       return errors.DirectoryInUseError(str(error))  # later saves would fail too
     kept = ''
-    kept_at = getattr(error, 'kept_at', None)  # see `StoreSave.keep`
+    kept_at = getattr(error, 'kept_at', None)  # see `ProcessSave.keep`
     if kept_at is not None:
       kept = (
         f' This one is kept in {kept_at!r}; the next run with the same command and --spool_dir copies it to '
@@ -432,7 +432,7 @@ class CheckpointManager:
     data_state: Mapping[str, bytes] | None,
     metrics: Mapping[str, float] | None,
     metadata: Mapping[str, Any] | None,
-  ) -> store_save.StoreSave:
+  ) -> process_save.ProcessSave:
     """Return a save with copies of the arrays, for the thread; touches no file of a checkpoint."""
     cfg = self._saving_options
     flat = transforms.transform_saved(state, cfg.state_transformation_fns)
@@ -448,13 +448,13 @@ class CheckpointManager:
       metrics={name: float(value) for name, value in (metrics or {}).items()},
       has_data_state=data_state is not None,
     )
-    # Orbax does not store arrays without elements; the manifest has their shapes.
+    # Arrays without elements are not stored; the manifest has their shapes.
     flat = {name: leaf for name, leaf in flat.items() if 0 not in leaf.shape}
     try:
       parts = store_io.host_parts(state_io.snapshot(flat))
     except Exception as e:
       raise self._save_error(step, e) from e
-    return store_save.StoreSave(
+    return process_save.ProcessSave(
       pending=pending,
       parts=parts,
       data_state=data_state,
@@ -511,7 +511,7 @@ class CheckpointManager:
 
   def _run(
     self,
-    begun: store_save.StoreSave,
+    begun: process_save.ProcessSave,
     on_commit: Callable[[], None],
   ) -> None:
     failed: BaseException | None = None

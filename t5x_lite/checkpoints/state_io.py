@@ -1,4 +1,4 @@
-"""Reading and writing arrays with Orbax; other modules get Orbax from `orbax()`.
+"""Reading arrays with Orbax, and copies of a state for a save; other modules get Orbax from `orbax()`.
 
 A state is a flat dict, '/'-joined name -> array. On disk it is an Orbax PyTree of nested dicts (OCDBT, zarr 3), which
 any program with Orbax can read.
@@ -87,8 +87,8 @@ def is_on_host(leaf: Any) -> bool:
 def snapshot(flat_state: Mapping[str, Any]) -> dict[str, jax.Array | np.ndarray]:
   """Return the state with copies of the arrays in host memory.
 
-  Orbax would write directly from host buffers, which may be donated to the next training step. Arrays on other devices
-  are not copied here: Orbax transfers them to the host before `StateWriter.start` returns.
+  The buffers of the state may be donated to the next training step while the copies are written. Arrays on other
+  devices are not copied here, but by `store_io.host_parts`.
 
   Args:
     flat_state: name -> array or number.
@@ -96,7 +96,7 @@ def snapshot(flat_state: Mapping[str, Any]) -> dict[str, jax.Array | np.ndarray]
   Returns:
     name -> array, of the same shape and dtype; a NumPy array if it is not sharded and there is one process.
   """
-  # Orbax takes twice the time for an array of JAX: it records the sharding, and checks it on all processes.
+  # One copy of a replicated array instead of one for each device.
   becomes_numpy = set()
   if jax.process_count() == 1:
     for name, leaf in flat_state.items():

@@ -80,7 +80,8 @@ def write_parts(directory: files.Path, state: HostParts) -> None:
   """Write the parts of this process, and in the lead process the index; with several processes `merge` follows.
 
   Raises:
-    OSError: they cannot be written, e.g. because the disk is full. Nothing is written any more.
+    OSError: they cannot be written, e.g. because the disk is full. On a disk nothing is written any more; requests to a
+      store in an outage may still be repeated.
   """
   context = context_of(directory)  # one, so that the writes of all arrays are committed together
   with _fixed(directory) as fixed:
@@ -126,7 +127,7 @@ def _results(opened: Mapping[str, Any], directory: files.Path) -> dict[str, Any]
 def _wait_for(writes: Sequence[Any], directory: files.Path) -> None:
   with _explained(directory):
     failed = [error for write in writes if (error := _error_of(write, directory)) is not None]
-    if failed:  # all have ended, so nothing writes to the folder any more
+    if failed:  # all have ended
       raise failed[0]
 
 

@@ -154,9 +154,8 @@ class SeqioEvaluator:
         with contextlib.suppress(OSError):  # the logger reports the error
           files.make_folder_of(self._log_dir / f'{task.name}-')
         for name in (f'{task.name}-metrics.jsonl', f'{task.name}-{step}.jsonl'):
-          files.check_regular(
-            self._log_dir / name
-          )  # The logger would write to the target of a link.
+          # The logger would write to the target of a link.
+          files.check_regular(self._log_dir / name)
     datasets = {
       id(dataset): name for name, dataset in self._evaluator.cached_model_datasets.items()
     }

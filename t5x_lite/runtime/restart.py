@@ -28,8 +28,8 @@ def restart(variables: Mapping[str, str]) -> None:
 def restart_in_utf8() -> None:
   """Replace this process by itself in Python's UTF-8 mode if it reads names of files and arguments as ASCII.
 
-  It does with `LC_ALL=C`, as in many containers and batch jobs, where Python is not allowed to choose another locale.
-  Names with other letters, in flags, in folders and in what is printed, would then be errors.
+  It does in a locale of ASCII if `PYTHONUTF8=0` disables the mode, or if the locale is not `C` or `POSIX`, for which
+  Python chooses UTF-8 itself. Names with other letters, in flags, folders and output, would then be errors.
   """
   variable = 'PYTHONUTF8'
   encoding = codecs.lookup(sys.getfilesystemencoding()).name

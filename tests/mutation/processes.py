@@ -48,7 +48,7 @@ MUTANTS = (
   Mutant(
     'lines_go_to_the_folder_of_another_run',
     _FILES,
-    'os.stat(self._root).st_ino == self._root_inode',
+    'os.path.samestat(os.stat(self._root), self._root_status)',
     'os.path.isdir(self._root)',
     _FILES_TEST + 'test_records_stay_with_a_folder_that_moves',
   ),

@@ -96,7 +96,7 @@ MUTANTS = (
   ),
   Mutant(
     'a_save_that_the_store_does_not_take_is_not_kept',
-    't5x_lite/checkpoints/store_save.py',
+    't5x_lite/checkpoints/process_save.py',
     '    if worst == spool.FAILED:',
     '    if worst == spool.LOST_LEASE:',
     'tests/checkpoints/test_spool.py::test_the_newest_is_kept_and_copied',

@@ -8,6 +8,7 @@ _ROOT = pathlib.Path(__file__).parents[2]
 _TESTED_IN = {
   'moe/commands/report.py': 'moe/tools/report/test_report.py',
   'moe/commands/surgery.py': 'moe/tools/test_surgery_files.py',
+  't5x_lite/apps/convert/formats.py': 'apps/test_bad_input.py',
   'moe/dispatch/capacity.py': 'moe/dispatch/test_apply.py',
   'moe/dispatch/exchange.py': 'moe/dispatch/test_expert_parallel.py',
   'moe/dispatch/grouped.py': 'moe/dispatch/test_apply.py',
@@ -43,6 +44,7 @@ _TESTED_IN = {
   't5x_lite/apps/common/flags.py': 'test_cli.py',
   't5x_lite/apps/common/parts.py': 'apps/precompile/test_run.py',
   't5x_lite/apps/common/report.py': 'apps/train/test_run.py',
+  't5x_lite/apps/convert/formats.py': 'apps/convert/test_command.py',
   't5x_lite/apps/convert/hugging_face.py': 'apps/convert/test_run.py',
   't5x_lite/apps/evaluate/config.py': 'apps/evaluate/test_run.py',
   't5x_lite/apps/evaluate/record.py': 'apps/evaluate/test_run.py',
@@ -64,6 +66,7 @@ _TESTED_IN = {
   't5x_lite/checkpoints/hugging_face/network.py': 'repository/test_finetune_recipes.py',
   't5x_lite/checkpoints/layout.py': 'apps/common/test_start.py',
   't5x_lite/checkpoints/options.py': 'checkpoints/test_config.py',
+  't5x_lite/checkpoints/process_save.py': 'checkpoints/test_store_save.py',
   't5x_lite/checkpoints/sources/base.py': 'checkpoints/sources/test_sources.py',
   't5x_lite/checkpoints/sources/hugging_face.py': 'checkpoints/sources/test_sources.py',
   't5x_lite/checkpoints/sources/orbax.py': 'checkpoints/sources/test_sources.py',

@@ -459,9 +459,8 @@ def load_configuration(
   """
   from t5x_lite import module_imports
 
-  module_imports.restrict(
-    arguments.allowed_modules
-  )  # Before other imports, which try optional packages.
+  # Before other imports, which try optional packages.
+  module_imports.restrict(arguments.allowed_modules)
   from t5x_lite import gin_utils
   from t5x_lite.configuration import syntax as gin_syntax
 

@@ -1,4 +1,4 @@
-"""A save, in the thread that writes a checkpoint; with a spool folder, what cannot be written goes there."""
+"""What a process does for a save, in its thread; with a spool folder, what cannot be written goes there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StoreSave:
+class ProcessSave:
   """The part of a save that this process writes; all processes call the methods together.
 
   Attributes:
