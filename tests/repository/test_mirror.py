@@ -8,7 +8,6 @@ _ROOT = pathlib.Path(__file__).parents[2]
 _TESTED_IN = {
   'moe/commands/report.py': 'moe/tools/report/test_report.py',
   'moe/commands/surgery.py': 'moe/tools/test_surgery_files.py',
-  't5x_lite/apps/convert/formats.py': 'apps/test_bad_input.py',
   'moe/dispatch/capacity.py': 'moe/dispatch/test_apply.py',
   'moe/dispatch/exchange.py': 'moe/dispatch/test_expert_parallel.py',
   'moe/dispatch/grouped.py': 'moe/dispatch/test_apply.py',
