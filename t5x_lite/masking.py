@@ -126,11 +126,10 @@ def _values(words: Sequence[str]) -> Iterator[str]:
   for word, masked in zip(words, masked_words(words), strict=True):
     if word == masked:
       continue
-    beginning, *ends = masked.split(MASK)
-    # One mask: what it replaces is known. A word with several is replaced as a whole.
-    value = word
-    if len(ends) == 1:
-      value = word[len(beginning) : len(word) - len(ends[0])]
-    value = value.strip().strip('\'"')
-    if len(value) >= _MIN_VALUE:
-      yield value
+    pattern = '(.*?)'.join(map(re.escape, masked.split(MASK)))
+    found = re.fullmatch(pattern, word, re.DOTALL)
+    assert found is not None  # each mask replaces a part of the word
+    for value in found.groups():
+      value = value.strip().strip('\'"')
+      if len(value) >= _MIN_VALUE:
+        yield value

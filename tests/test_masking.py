@@ -60,10 +60,23 @@ def test_kept(word):
   assert masking.masked_text(f'got {word}', [word]) == f'got {word}'
 
 
+@pytest.mark.parametrize(
+  'word',
+  [
+    '--gin.PATH=https://host/x?token=abcdefgh&a=1&password=qwertyui',
+    "--gin_bindings=mine.api_key='abcdefgh'\nmine.a = 1\nmine.password='qwertyui'",
+    '--gin.A={"api_key": "abcdefgh", "secret": "qwertyui"}',
+  ],
+)
+def test_messages_have_no_secret_of_a_word_with_several(word):
+  text = 'got abcdefgh for a=1 and qwertyui'
+  assert masking.masked_text(text, [word]) == 'got *** for a=1 and ***'
+
+
 def test_records_and_commands_to_resume(tmp_path, monkeypatch):
   argv = ['python', '-m', 't5x_lite', 'train', '--gin.API_KEY="sk-123456"', '--gin.A="a b"']
   monkeypatch.setattr(sys, 'orig_argv', argv)
-  command = 'python -m t5x_lite train \'--gin.API_KEY=***\' \'--gin.A="a b"\''
+  command = "python -m t5x_lite train '--gin.API_KEY=***' '--gin.A=\"a b\"'"
   monkeypatch.setenv('JAX_TEST_TOKEN', 'sk-123456')
   assert runtime.command_line().endswith(command)
   assert "JAX_TEST_TOKEN='***' " in runtime.command_line()

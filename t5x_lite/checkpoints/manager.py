@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
@@ -194,7 +195,7 @@ class CheckpointManager:
       data_state = None
     begun = None
     if keep_first and self._spool is not None:
-      begun = self._begin(step, state, data_state, metrics, metadata, problem)
+      begun = self._begin(step, state, data_state, metrics, metadata)
       begun.keep_copy(self._spool)
       try:
         self.wait()
@@ -212,7 +213,8 @@ class CheckpointManager:
           self._spool.clear()
         return False
     if begun is None:
-      begun = self._begin(step, state, data_state, metrics, metadata, problem)
+      begun = self._begin(step, state, data_state, metrics, metadata)
+    begun = dataclasses.replace(begun, problem=problem or self._forget_metrics(step))
     if is_sound:
       self._sound_step = step
     self._thread = threading.Thread(
@@ -430,7 +432,6 @@ class CheckpointManager:
     data_state: Mapping[str, bytes] | None,
     metrics: Mapping[str, float] | None,
     metadata: Mapping[str, Any] | None,
-    problem: Exception | None,
   ) -> store_save.StoreSave:
     """Return a save with copies of the arrays, for the thread; touches no file of a checkpoint."""
     cfg = self._saving_options
@@ -459,7 +460,6 @@ class CheckpointManager:
       data_state=data_state,
       begin_fn=self._make_folder,
       kept=self._spool,
-      problem=problem or self._forget_metrics(step),
     )
 
   def _forget_metrics(self, step: int) -> Exception | None:

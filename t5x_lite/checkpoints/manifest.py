@@ -291,7 +291,7 @@ def _problem_of_files(entries: Mapping[str, Any], num_data_processes: int) -> st
   return None
 
 
-# Orbax stores smaller arrays in the nodes of its index, which are compressed.
+# Orbax, which wrote earlier checkpoints, stores smaller arrays in its index, which it compresses.
 _MAX_INLINE_BYTES = 1024
 
 

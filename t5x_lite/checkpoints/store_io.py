@@ -36,8 +36,8 @@ _MAX_CHUNK_BYTES = 2**26
 _GROUP_BYTES = 2**30
 # Links to the open files and folders of this process; Linux only.
 _OPEN_FILES = pathlib.Path('/proc/self/fd')
-# Orbax's options of a database: metadata of arrays, and small parts of them, are in the index, which has few nodes. It is
-# not compressed, so that the files of a state have at least the bytes of its arrays, which its manifest is compared with.
+# Orbax's options of a database: metadata of arrays, and small parts of them, are in the index, which has few nodes. The
+# index is not compressed, so that the files of a state have at least the bytes of its arrays, as its manifest expects.
 _DATABASE_OPTIONS = {
   'max_inline_value_bytes': 1024,
   'max_decoded_node_bytes': 100_000_000,

@@ -3,16 +3,17 @@
 import dataclasses
 import errno
 import hashlib
-import pathlib
 import random
 import re
 import shutil
 
+import jax
 import numpy as np
 import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import errors
+from t5x_lite import untrusted
 from t5x_lite.checkpoints import manifest
 from tests.checkpoints import checkpoint_states as states
 
@@ -137,11 +138,19 @@ def test_a_file_that_the_disk_does_not_give_back_is_damage_too(run_dir, monkeypa
     if str(path) == str(unreadable):
       raise OSError(errno.EIO, 'Input/output error')
 
-  file_digest, read_bytes = hashlib.file_digest, pathlib.Path.read_bytes
-  monkeypatch.setattr(
-    hashlib, 'file_digest', lambda f, *args: (fail(f.name), file_digest(f, *args))[1]
-  )
-  monkeypatch.setattr(pathlib.Path, 'read_bytes', lambda path: (fail(path), read_bytes(path))[1])
+  file_digest = hashlib.file_digest
+  read_regular = untrusted.read_regular
+
+  def digest_or_fail(file, *args):
+    fail(file.name)
+    return file_digest(file, *args)
+
+  def read_or_fail(path, *args):
+    fail(path)
+    return read_regular(path, *args)
+
+  monkeypatch.setattr(hashlib, 'file_digest', digest_or_fail)
+  monkeypatch.setattr(untrusted, 'read_regular', read_or_fail)
   with caplog.at_level('WARNING'):
     assert checkpoints.newest_sound_step(run_dir) == 2
   assert re.search(
@@ -189,18 +198,39 @@ def test_a_manifest_of_another_format(run_dir):
     checkpoints.restore_checkpoint(root, states.target())
 
 
-def test_small_equal_numbers_are_saved_though_the_index_compresses_them(tmp_path):
+def _saved_equal_numbers(folder, size):
+  mesh = jax.make_mesh((8,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
   state = {
-    'target': {str(i): np.ones(250, np.float32) for i in range(200)},
-    'state': {'step': np.int32(1)},
+    'target': {str(i): np.ones(size, np.float32) for i in range(200)},
+    'state': {'step': np.int32(1), 'v': jax.device_put(np.ones([16, 32], np.float32), sharding)},
   }
   with checkpoints.CheckpointManager(
-    tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()
+    folder, save_cfg=checkpoints.SaveCheckpointConfig()
   ) as manager:
     manager.save(1, state)
-  folder = tmp_path / 'checkpoint_1'
-  assert (
-    sum(path.stat().st_size for path in (folder / 'state').rglob('*') if path.is_file())
-    < 200 * 1000
-  )
-  assert checkpoints.load(folder)['target']['199'].sum() == 250
+  return folder / 'checkpoint_1'
+
+
+def test_equal_numbers_are_saved_in_parts_of_any_size(tmp_path):
+  folder = _saved_equal_numbers(tmp_path, 250)
+  files = [path for path in (folder / 'state').rglob('*') if path.is_file()]
+  # Nothing is compressed, also the index, in which small parts of arrays are.
+  assert sum(path.stat().st_size for path in files) > 200 * 1000 + 16 * 32 * 4
+  found = checkpoints.load(folder)
+  assert found['target']['199'].sum() == 250 and found['state']['v'].sum() == 16 * 32
+
+
+@pytest.mark.parametrize('size, is_small', [(256, True), (257, False)])
+def test_the_index_of_an_earlier_checkpoint_may_be_compressed(tmp_path, size, is_small):
+  folder = _saved_equal_numbers(tmp_path, size)
+  found = manifest.read(folder)
+  arrays = {name: entry for name, entry in found.arrays.items() if name != 'state/v'}
+  files = {name: {**entry, 'bytes': 5} for name, entry in found.files.items()}
+  earlier = dataclasses.replace(found, arrays=arrays, files=files)
+  if is_small:
+    manifest.write(folder, earlier)
+    assert manifest.read(folder) == earlier
+  else:
+    with pytest.raises(errors.CheckpointError, match='must fit into the .* bytes of the files'):
+      manifest.write(folder, earlier)

@@ -10,7 +10,9 @@ from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import object_store
 from t5x_lite.checkpoints import commit
+from t5x_lite.checkpoints import retention
 from t5x_lite.checkpoints import spool
+from t5x_lite.checkpoints import store_io
 
 _CFG = checkpoints.SaveCheckpointConfig()
 
@@ -132,15 +134,18 @@ def test_an_earlier_save_does_not_replace_a_later_one(tmp_path):
       tmp_path / 'run',
       10 * number,
       f'0000abcd-{number}',
-      arrays={},
+      arrays={'w': {'shape': [300, 300], 'dtype': 'float32'}},
       metadata={},
       metrics={},
       has_data_state=False,
     )
 
   def write(number):
+    arrays = _state(number)
     return kept.write(
-      save(number), lambda here: (here.temporary / 'file').write_text(''), lambda name: None
+      save(number),
+      lambda here: store_io.write_one_by_one(here.state, arrays, arrays.__getitem__),
+      lambda name: None,
     ).name
 
   assert [write(number) for number in (2, 1, 2)] == ['checkpoint_20'] * 3
@@ -149,6 +154,20 @@ def test_an_earlier_save_does_not_replace_a_later_one(tmp_path):
   assert os.listdir(kept.folder) == ['checkpoint_20']
   kept.clear(save(2))
   assert os.listdir(kept.folder) == []
+
+
+def test_a_checkpoint_that_is_not_saved_again_keeps_its_metrics(tmp_path):
+  with checkpoints.CheckpointManager(
+    tmp_path / 'run', save_cfg=_CFG, spool_dir=str(tmp_path / 'spool')
+  ) as manager:
+    manager.save(1, _state(1))
+    manager.wait()
+    manager.record_metrics(1, {'loss': 2.0})
+    assert not manager.save(1, _state(1), keep_first=True)
+    assert retention.metrics_by_step(tmp_path / 'run', [1]) == {1: {'loss': 2.0}}
+    assert manager.save(2, _state(2), keep_first=True)
+  (folder,) = (tmp_path / 'spool').iterdir()
+  assert os.listdir(folder) == []
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):

@@ -82,9 +82,7 @@ def test_what_a_run_rejects(saved, tmp_path, dry_run):
     'non-finite values in target/embedding',
     restore=_restore(path, mode='specific'),
   )
-  file = next(
-    found for found in path.rglob('*') if found.is_file() and 'ocdbt' in str(found.parent)
-  )
+  file = next(found for found in (path / 'state/d').iterdir())
   file.write_bytes(file.read_bytes()[:-1] + b'x')
   check(errors.CheckpointDamagedError, 'damaged', restore=_restore(path, mode='specific'))
 
