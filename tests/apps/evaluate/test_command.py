@@ -261,6 +261,8 @@ def test_the_proposed_metric_is_accepted(run, tmp_path, capsys, name):
   others = [f'--gin.EVAL_OUTPUT_DIR={tmp_path}/out', '--gin.network.T5Config.emb_dim=16']
   _, _, message = _main(capsys, str(run), f'{flag}{name}', *others)
   assert 'best_metric` must be' in message
+  metric = name.rpartition('/')[2]
+  assert f"Did you mean 'inference_eval/python_keyword_cloze/{metric}'?" in message
   # The first message completes the name; the second knows the metrics of the task, and corrects it.
   for _ in range(2):
     proposed = re.search(r"Did you mean '(inference_eval/python_keyword_cloze/.+?)'", message)
