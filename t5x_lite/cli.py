@@ -33,6 +33,7 @@ from t5x_lite.apps.commands import COMMANDS
 from t5x_lite.apps.common.flags import Command
 from t5x_lite.errors import ConfigError, ExitCode, StoppedOnSignalError, did_you_mean
 from t5x_lite.formatting import capitalized
+from t5x_lite.formatting import gin_flag
 from t5x_lite.formatting import printable
 from t5x_lite.formatting import show
 
@@ -447,7 +448,7 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
     problem = ''
   if incomplete is not None:
     value = cli_flags.value_after(incomplete, argv) or 'VALUE'
-    complete = cli_flags.gin_flag(incomplete.removeprefix('--gin.'), value)
+    complete = gin_flag(incomplete.removeprefix('--gin.'), value)
     problem = f'{incomplete} requires a value. Write {complete}.'
   elif gin_flags and command.entry is None:
     problem = f'{gin_flags[0]}: {arguments.command} has no gin configuration. Remove the flag.'
@@ -524,7 +525,7 @@ def _unknown_argument(
   known = [name for name in options if name.startswith('--')]
   name = cli_flags.gin_name(flag) if has_gin else ''
   if name:
-    hint = f' Did you mean {cli_flags.gin_flag(name, value or "VALUE")}?'
+    hint = f' Did you mean {gin_flag(name, value or "VALUE")}?'
   else:
     hint = did_you_mean(flag, known, lists_all=not has_gin)
   if not hint:

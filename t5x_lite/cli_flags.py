@@ -7,6 +7,7 @@ import shlex
 from typing import Any
 
 from t5x_lite.errors import ConfigError
+from t5x_lite.formatting import gin_flag
 
 _BOOLEANS = {**dict.fromkeys(('true', 't', '1'), True), **dict.fromkeys(('false', 'f', '0'), False)}
 _SHORT = {'-v': '--verbosity', '-?': '--help', '--helpshort': '--help', '--helpfull': '--help'}
@@ -187,15 +188,6 @@ def gin_name(flag: str) -> str:
   if '.' in name:
     return name
   return ''
-
-
-def gin_flag(name: str, value: str) -> str:
-  """Return the flag that sets a name of gin, quoted for a shell.
-
-  >>> gin_flag('TRAIN_STEPS', '5'), gin_flag('TASK_FEATURE_LENGTHS', "{'inputs': 8}")[:6]
-  ('--gin.TRAIN_STEPS=5', "'--gin")
-  """
-  return shlex.quote(f'--gin.{name}={value}')
 
 
 def with_dashes(argument: str, options: Collection[str]) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 import itertools
 import math
 import re
+import shlex
 from typing import Any, TextIO
 import unicodedata
 
@@ -90,6 +91,25 @@ def format_bytes(num_bytes: int) -> str:
   if size < 99.95:
     return f'{size:.1f} {unit}'
   return f'{size:.0f} {unit}'
+
+
+def gin_flag(name: str, value: str) -> str:
+  """Return the flag that sets a name of gin, quoted for a shell.
+
+  Args:
+    name: name of a macro or parameter.
+    value: gin text, or a string without quotation marks.
+
+  >>> gin_flag('TRAIN_STEPS', '5'), gin_flag('OPTIMIZER', '@optimizers.sgd()')
+  ('--gin.TRAIN_STEPS=5', "--gin.OPTIMIZER='@optimizers.sgd()'")
+  >>> print(gin_flag('TASK_FEATURE_LENGTHS', "{'inputs': 64}"))
+  --gin.TASK_FEATURE_LENGTHS="{'inputs': 64}"
+  """
+  quoted = shlex.quote(value)
+  # Gin text with ' is easier to read in ", unless a shell replaces a part of it there.
+  if "'" in value and not set(value) & set('"$`\\!'):
+    quoted = f'"{value}"'
+  return f'--gin.{name}={quoted}'
 
 
 def short_repr(value: Any, limit: int = 60) -> str:

@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import logging
 import re
+import shlex
 import sys
 from typing import Any, NoReturn, Protocol
 
@@ -27,6 +28,7 @@ from t5x_lite.configuration import inheritance
 from t5x_lite.configuration import mesh_rules
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError, T5xLiteError
+from t5x_lite.formatting import gin_flag
 
 # File of a run with its configuration.
 _CONFIG_FILE = 'config.gin'
@@ -34,16 +36,19 @@ _CONFIG_FILE = 'config.gin'
 _HEADER = '# The configuration of a run, complete: --gin_file=THIS_FILE repeats it.\n'
 # Line that gin adds to errors for each configurable.
 _NOTE = r"\n\s+In call to configurable '(\S+)' \(.*?\)(?: in scope '(\S+)')?(?=\n|$)"
+# Examples of the values of T5X's macros.
+_EXAMPLES = {
+  'MODEL_DIR': 'runs/my_run',
+  'TRAIN_STEPS': '1000',
+  'MIXTURE_OR_TASK_NAME': 'my_task',
+  'TASK_FEATURE_LENGTHS': "{'inputs': 512, 'targets': 114}",
+  'DROPOUT_RATE': '0.1',
+  'INITIAL_CHECKPOINT_PATH': 'runs/pretrain/checkpoint_1000',
+  'CHECKPOINT_PATH': 'runs/my_run/checkpoint_1000',
+}
 # Remedies for missing macros of T5X.
-_REMEDIES = {
+_REMEDIES = {name: f'set {gin_flag(name, value)}' for name, value in _EXAMPLES.items()} | {
   'MODEL': 'add a model, e.g. --gin_file=models/t5_1_1_small.gin',
-  'MODEL_DIR': 'set --gin.MODEL_DIR=runs/my_run',
-  'TRAIN_STEPS': 'set --gin.TRAIN_STEPS=1000',
-  'MIXTURE_OR_TASK_NAME': 'set --gin.MIXTURE_OR_TASK_NAME=my_task',
-  'TASK_FEATURE_LENGTHS': "set --gin.TASK_FEATURE_LENGTHS=\"{'inputs': 512, 'targets': 114}\"",
-  'DROPOUT_RATE': 'set --gin.DROPOUT_RATE=0.1',
-  'INITIAL_CHECKPOINT_PATH': 'set --gin.INITIAL_CHECKPOINT_PATH=runs/pretrain/checkpoint_1000',
-  'CHECKPOINT_PATH': 'set --gin.CHECKPOINT_PATH=runs/my_run/checkpoint_1000',
   'INFER_OUTPUT_DIR': 'set --gin.INFER_OUTPUT_DIR=runs/my_run/answers, or --output=FILE',
   'OPTIMIZER': 'add an optimizer, e.g. --gin_file=optimizers/adafactor.gin',
 }
@@ -51,11 +56,16 @@ _REMEDIES = {
 _RUN_FILES = {'evaluate': 'runs/eval.gin', 'infer': 'runs/infer.gin', 'save': 'runs/export.gin'}
 # The function that trains.
 _TRAINING = 't5x_lite.apps.train.train'
+# The recipe that messages propose: it needs no data and no checkpoint from elsewhere.
+_RECIPE = 'recipes/keyword_cloze.gin'
 # gin's default of parameters that must be bound, for parameters of any type.
 _REQUIRED: Any = gin.REQUIRED
 # Sentences about macros that not all run files use.
 _UNUSED = {
-  'INITIAL_CHECKPOINT_PATH': 'runs/finetune.gin and runs/continue_pretrain.gin use it.',
+  'INITIAL_CHECKPOINT_PATH': 'runs/finetune.gin and runs/continue_pretrain.gin use it. With other files, add '
+  "--gin.checkpoints.CheckpointConfig.restore='@checkpoints.RestoreCheckpointConfig()' "
+  '--gin.checkpoints.RestoreCheckpointConfig.path=%INITIAL_CHECKPOINT_PATH '
+  '--gin.checkpoints.RestoreCheckpointConfig.mode=specific.',
   'TRAIN_STEPS': 'Remove it.',
 }
 
@@ -243,7 +253,7 @@ def _check_has_a_run(gin_files: Sequence[str], texts: Sequence[gin_syntax.Text])
   """Raise if no file configures the function that trains, e.g. for a file of a model alone.
 
   Raises:
-    ConfigError: the message has all files and values that a run needs.
+    ConfigError: the message has all files and values that a run with them needs.
   """
   function_name = _TRAINING.rpartition('.')[2]
   bindings = gin_syntax.bindings_of(texts)
@@ -252,17 +262,12 @@ def _check_has_a_run(gin_files: Sequence[str], texts: Sequence[gin_syntax.Text])
     # Flags alone configure a run if they bind everything that it requires.
     if is_of_run and (not binding.location.on_command_line or binding.arg_name == 'model'):
       return
-  proposed = ['runs/pretrain.gin']
-  if all(binding.macro_name != 'MODEL' for binding in bindings):
-    proposed.append('models/t5_1_1_small.gin')
-  texts = [*map(gin_syntax.read_file, proposed), *texts]
-  flags = [f'--gin_file={name}' for name in (*proposed, *gin_files)]
-  for name in sorted(gin_syntax.missing_macros(texts)):
-    remedy = _REMEDIES.get(name, f'set --gin.{name}=VALUE')
-    flags.append(remedy.removeprefix('set '))
+  flags = [shlex.quote(f'--gin_file={name}') for name in (_RECIPE, *gin_files)]
+  for name in sorted(gin_syntax.missing_macros([gin_syntax.read_file(_RECIPE), *texts])):
+    flags.append(gin_flag(name, _EXAMPLES.get(name, 'VALUE')))
   raise ConfigError(
-    f'The gin files configure no run: {", ".join(gin_files)}. Pass a recipe before them, e.g. '
-    f'--gin_file=recipes/keyword_cloze.gin, or write {" ".join(flags)}'
+    f'The gin files configure no run: {", ".join(gin_files)}. Pass a recipe before them and set what is missing, e.g. '
+    f'{" ".join(flags)}.'
   )
 
 

@@ -13,6 +13,8 @@ from t5x_lite import cli_platform
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _RECIPE = ('train', '--gin_file=recipes/keyword_cloze.gin', '--gin.MODEL_DIR=folder/run')
+# Rejected after the devices are known, so that a command whose remedy works ends quickly.
+_LATE_FLAG = '--gin.EVAL_PERIOD=-1'
 
 
 def _environment(folder: pathlib.Path, **variables: str) -> dict[str, str]:
@@ -23,47 +25,84 @@ def _environment(folder: pathlib.Path, **variables: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-  'variables, fragments',
+  'variables, fragments, remedies',
   [
     (
+      {'JAX_PLATFORMS': 'gpu'},
+      ["JAX_PLATFORMS must name platforms that this machine has, got 'gpu'. Unset"],
+      {'Unset JAX_PLATFORMS': {}, 'or set JAX_PLATFORMS=cpu': {'JAX_PLATFORMS': 'cpu'}},
+    ),
+    pytest.param(
       {'JAX_PLATFORMS': 'cuda'},
       [
         "JAX_PLATFORMS must name platforms that this machine has, got 'cuda'",
         "pip install 'jax[cuda",
       ],
+      {'set JAX_PLATFORMS=cpu': {'JAX_PLATFORMS': 'cpu'}},
+      marks=pytest.mark.full,
     ),
     pytest.param(
       {'JAX_PLATFORMS': 'cdua'},
       ["got 'cdua'", "Did you mean 'cuda'?", 'Unset JAX_PLATFORMS'],
+      {'Unset JAX_PLATFORMS': {}},
       marks=pytest.mark.full,
     ),
-    ({'XLA_FLAGS': '--xla_no_such_flag=1'}, ["got '--xla_no_such_flag=1'", 'Unknown flag']),
+    (
+      {'XLA_FLAGS': '--xla_no_such_flag=1'},
+      ["got '--xla_no_such_flag=1'", 'Unknown flag'],
+      {'or unset it': {}},
+    ),
     pytest.param(
       {'XLA_FLAGS': '--xla_force_host_platform_device_count=x'},
       ["Couldn't interpret value x"],
+      {
+        'Correct the environment variable': {
+          'XLA_FLAGS': '--xla_force_host_platform_device_count=1'
+        }
+      },
       marks=pytest.mark.full,
     ),
-    ({'JAX_DISABLE_JIT': '1'}, ['`--jax_disable_jit` must be false', 'unset JAX_DISABLE_JIT']),
-    ({'XLA_FLAGS': 'no_such_file'}, ["got 'no_such_file'", 'Could not open file']),
+    (
+      {'JAX_DISABLE_JIT': '1'},
+      ['`--jax_disable_jit` must be false'],
+      {'unset JAX_DISABLE_JIT': {}},
+    ),
+    (
+      {'XLA_FLAGS': 'no_such_file'},
+      ["got 'no_such_file'", 'Could not open file'],
+      {'or unset it': {}},
+    ),
   ],
 )
-def test_broken_environment(tmp_path, variables, fragments):
-  if variables.get('JAX_PLATFORMS') == 'cuda' and pathlib.Path('/dev/nvidia0').exists():
+def test_broken_environment(tmp_path, variables, fragments, remedies):
+  if variables.get('JAX_PLATFORMS') in ('cuda', 'gpu') and pathlib.Path('/dev/nvidia0').exists():
     pytest.skip('This machine has the platform.')
+  message = _message_of(tmp_path, _environment(tmp_path, **variables))
+  for fragment in fragments:
+    assert fragment in message
+  for remedy, changed in remedies.items():
+    assert remedy in message
+    environment = _environment(tmp_path, **changed)
+    if not changed:
+      for name in variables:
+        environment.pop(name, None)
+    assert 'eval_period` must be' in _message_of(tmp_path, environment)
+
+
+def _message_of(folder: pathlib.Path, environment: dict[str, str]) -> str:
   done = subprocess.run(
-    [sys.executable, '-m', 't5x_lite', *_RECIPE],
-    cwd=tmp_path,
+    [sys.executable, '-m', 't5x_lite', *_RECIPE, _LATE_FLAG],
+    cwd=folder,
     capture_output=True,
     text=True,
-    env=_environment(tmp_path, **variables),
+    env=environment,
     timeout=120,
     check=False,
   )
   assert done.returncode == 2, done.stderr
   assert done.stderr.startswith('t5x_lite: error: ') and len(done.stderr.splitlines()) == 1
-  for fragment in fragments:
-    assert fragment in done.stderr
-  assert not list(tmp_path.iterdir())  # No model directory of a run that cannot start.
+  assert not list(folder.iterdir())  # No model directory of a run that cannot start.
+  return done.stderr
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from gin import config as gin_config
 
 from t5x_lite.configuration.syntax import Location
 from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.formatting import gin_flag
 from t5x_lite.formatting import short_repr
 
 # (scope, complete selector, parameter), as in gin.
@@ -44,6 +45,8 @@ _LOOSELY_TYPED = (
 )
 # What the parameters need that read a macro which may be None for others.
 _NEEDS = {'TRAIN_STEPS': 'the total number of steps'}
+# Files that set macros whose values are objects.
+_FILES_OF = {'MODEL': 'models/byt5_small.gin', 'OPTIMIZER': 'optimizers/adafactor.gin'}
 _PLAIN = (int, float, str, bool, type(None), list, tuple, dict)
 
 
@@ -479,13 +482,30 @@ def _check_type(
   elif isinstance(value, float) and value.is_integer() and fits(int(value), hint):
     remedy = f' Write {int(value)}.'
   elif name.endswith('.factors') and isinstance(value, (list, tuple)):
-    text = ' * '.join(map(str, value))
-    remedy = f' Write --gin.{name}="{text}".'
+    remedy = f' Write {gin_flag(name, " * ".join(map(str, value)))}.'
+  elif _is_schedule(hint) and isinstance(value, (int, float)) and not isinstance(value, bool):
+    schedule = 'schedules.create_learning_rate_scheduler'
+    flags = [
+      gin_flag(name, f'@{schedule}()'),
+      gin_flag(f'{schedule}.factors', 'constant'),
+      gin_flag(f'{schedule}.base_learning_rate', repr(value)),
+    ]
+    remedy = f' For a constant rate, write {" ".join(flags)}.'
+  elif name in _FILES_OF:
+    remedy = f' Remove it and add a file that sets it, e.g. --gin_file={_FILES_OF[name]}.'
   elif isinstance(value, (bool, int, float)) and fits('', hint):
-    remedy = f' Write --gin.{name}=\'"{value}"\'.'
+    text = f'"{value}"'
+    remedy = f' Write {gin_flag(name, text)}.'
   raise ConfigError(
     f'`{name}` must be {describe(hint)}{for_what}, got {short_repr(value)} of type '
     f'{type(value).__name__}{where}.{remedy}'
+  )
+
+
+def _is_schedule(hint: Any) -> bool:
+  """Return whether an annotation is that of a schedule of learning rates."""
+  return any(
+    getattr(kind, '__name__', '') == 'LearningRateCallable' for kind in _alternatives(hint)
   )
 
 
@@ -509,13 +529,17 @@ def _check_reference(
   problem = ''
   if not value.evaluate:
     if any(kind in made.__mro__ and kind is not object for kind in kinds):
-      problem = f'must be an instance, got a factory of it. Write {written}()'
+      problem = (
+        f'must be an instance, got a factory of it. Write {_as_bound(location, f"{written}()")}'
+      )
     elif all_classes and not isinstance(fn_or_cls, tuple(kinds)):
       problem = f'must be of type {describe(hint)}, got {written}, a factory of {_full_name(made)}'
   elif (
     fn_or_cls is made and not _defines_call(made) and kinds and all(map(_takes_a_callable, kinds))
   ):
-    problem = f'must be {written} itself, got an instance. Write {written} without ()'
+    problem = (
+      f'must be {written} itself, got an instance. Write {_as_bound(location, written)} without ()'
+    )
   elif all_classes and not _is_protocol(made) and not any(_related(made, kind) for kind in kinds):
     problem = f'must be of type {describe(hint)}, got {written}() of type {_full_name(made)}'
   if problem:
@@ -526,6 +550,14 @@ def _check_reference(
         'gets the classes of t5x_lite.'
       )
     raise ConfigError(f'{location or use.name}: {use.name}.{parameter.name} {problem}.{remedy}')
+
+
+def _as_bound(location: Location | None, value: str) -> str:
+  """Return a value as users write it where it is bound: as a flag, or without its name as in a file."""
+  name = ''
+  if location is not None and location.source.startswith('--gin.'):
+    name = location.source.removeprefix('--gin.').partition('=')[0]
+  return gin_flag(name, value) if name else value
 
 
 def _full_name(made: type) -> str:

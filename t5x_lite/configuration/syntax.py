@@ -11,7 +11,6 @@ import graphlib
 import io
 import pathlib
 import re
-import shlex
 import sys
 import tokenize
 from typing import Any
@@ -21,6 +20,7 @@ from gin import config_parser
 from t5x_lite import checks
 from t5x_lite import files
 from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.formatting import gin_flag
 
 # Left side of a binding: maybe/some/scope/module.Class.parameter, or the name of a macro.
 _KEY = re.compile(r'^[A-Za-z_][\w./]*$')
@@ -350,11 +350,12 @@ def _read_path(
 ) -> Text:
   if path.resolve() in stack:
     chain = ' -> '.join(each.name for each in (*stack, path))
-    raise ConfigError(f'{name} includes itself: {chain}.')
+    raise ConfigError(f'{name} includes itself: {chain}. Remove one of these includes.')
   try:
     text = path.read_text(encoding='utf-8-sig')  # Some editors write a byte order mark.
   except (OSError, UnicodeDecodeError) as error:
-    raise ConfigError(f'Cannot read the gin file {str(path)!r}: {error}.') from error
+    remedy = ' Save it as UTF-8.' if isinstance(error, UnicodeDecodeError) else ''
+    raise ConfigError(f'Cannot read the gin file {str(path)!r}: {error}.{remedy}') from error
   return _read(text, name, search_paths, path, (*stack, path.resolve()))
 
 
@@ -428,14 +429,16 @@ def _syntax_message(
   hint = ''
   key, _, value = (part.strip() for part in shown.partition('='))
   quoted = re.sub(r'([{,]\s*)([A-Za-z_]\w*)(\s*:)', r"\1'\2'\3", value)
-  if in_file:
-    written = f'{key} = '
-  else:
-    written = f'--gin.{key}='
+
+  def written(value: str) -> str:
+    if in_file:
+      return f'{key} = {value}'
+    return gin_flag(key, value)
+
   if _CALL.match(value):
-    hint = f' Write {written}@{value}, and set its arguments by other bindings.'
+    hint = f' Write {written(f"@{value}")}, and set its arguments by other bindings.'
   elif quoted != value:
-    hint = f' Write {written}{quoted if in_file else shlex.quote(quoted)}.'
+    hint = f' Write {written(quoted)}.'
   elif value.lower() in _LOWER_CASE_CONSTANTS:
     hint = f' Write {_LOWER_CASE_CONSTANTS[value.lower()]}.'
   elif re.match(r'^[A-Za-z_/.][\w/.:-]*$', value):
@@ -467,6 +470,7 @@ def read_flag(key: str, value: str, flag: str) -> Text:
   if re.match(r'^\\(["\']).*\\\1$', value, re.DOTALL):  # \"runs/a\" with backslashes.
     value = value[1:-2] + value[-1]
   constant = _LOWER_CASE_CONSTANTS.get(value.lower())
+  string = gin_flag(key, f'"{value}"')
   if not _KEY.match(key):
     problem = (
       f'{key!r} is not the name of a macro or parameter. Write --gin.NAME=VALUE or '
@@ -476,13 +480,12 @@ def read_flag(key: str, value: str, flag: str) -> Text:
     problem = f'the value is missing. For an empty string, write --gin.{key}=\'""\''
   elif constant is not None and value not in _LOWER_CASE_CONSTANTS.values():
     problem = (
-      f'{value} is not a valid gin value. Write --gin.{key}={constant}, or --gin.{key}=\'"{value}"\' for a '
-      'string'
+      f'{value} is not a valid gin value. Write {gin_flag(key, constant)}, or {string} for a string'
     )
   else:
     if _CALL.match(value):
       raise ConfigError(
-        f'{flag}: a call must begin with @. Write --gin.{key}=@{value}, or --gin.{key}=\'"{value}"\' for a string.'
+        f'{flag}: a call must begin with @. Write {gin_flag(key, f"@{value}")}, or {string} for a string.'
       )
     # A value in gin's syntax with an error is read as it is, to raise gin's error.
     if not _is_value(value) and value[0] not in _OPENING:

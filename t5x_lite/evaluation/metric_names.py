@@ -123,10 +123,13 @@ def check_metric_name(
   open_folders = [folder for folder, names in folders.items() if names is None]
   if ending:
     hint = f' Did you mean {ending[0]!r}?'
-  elif not candidates and open_folders and '/' not in name:
+  elif not candidates and open_folders:
+    task, _, metric = name.rpartition('/')
+    named = [each for each in open_folders if task and f'/{each}'.endswith(f'/{task}')]
     by_decoding = [each for each in open_folders if each.startswith(INFERENCE_EVAL)]
     of_tasks = [each for each in by_decoding or open_folders if not each.endswith(f'/{MEAN}')]
-    hint = f' Did you mean {f"{(of_tasks or open_folders)[0]}/{name}"!r}?'
+    proposal = f'{(named or of_tasks or open_folders)[0]}/{metric}'
+    hint = f' Did you mean {proposal!r}?'
   elif candidates:
     hint = did_you_mean(name, candidates)
   else:

@@ -4,6 +4,7 @@ from typing import Any
 
 from t5x_lite import checks
 from t5x_lite import errors
+from t5x_lite.formatting import gin_flag
 
 
 def check_vocabulary_fits(name: str, vocabulary: Any, network_vocab_size: int) -> None:
@@ -23,7 +24,7 @@ def check_vocabulary_fits(name: str, vocabulary: Any, network_vocab_size: int) -
       'copy it to this machine and set VOCABULARY_FILE to its path.'
     ) from error
   if size is vocabulary:
-    remedy = 'Set VOCABULARY, e.g. to @vocabularies.ByteVocabulary().'
+    remedy = f'Set VOCABULARY, e.g. {gin_flag("VOCABULARY", "@vocabularies.ByteVocabulary()")}.'
   elif size > network_vocab_size:
     remedy = "Increase vocab_size in the network's config, or use a smaller vocabulary."
   else:

@@ -60,9 +60,15 @@ class _Row(NamedTuple):
 # Words of a message that propose something.
 _PROPOSES = re.compile(
   r'\b(did you mean|write|set(?! '
-  r'by)|use|add|remove|omit|call|change|bind|close|increase|install|choose|pass|replace|'
+  r'by)|use|add|remove|omit|call|change|bind|close|increase|install|choose|pass|replace|save|'
   r'leave out)\b',
   re.IGNORECASE,
+)
+
+# The last error of the command shows that everything else of it is right.
+_RECIPE_REMEDY = _Remedy(
+  r'Pass a recipe before them and set what is missing, e\.g\. (--gin_file=.*)\.$',
+  r'train \1 --gin.EVAL_PERIOD=-1',
 )
 
 _ROWS = [
@@ -223,7 +229,7 @@ _ROWS = [
       _Remedy(
         r'or use a smaller vocabulary\.',
         r'--gin.network.T5Config.vocab_size=256 '
-        r'--gin.VOCABULARY=@vocabularies.PassThroughVocabulary() '
+        r"--gin.VOCABULARY='@vocabularies.PassThroughVocabulary()' "
         r'--gin.vocabularies.PassThroughVocabulary.size=256',
       ),
     ],
@@ -244,6 +250,10 @@ _ROWS = [
         r"""--gin_file=\1 --gin.MIXTURE_OR_TASK_NAME=python_keyword_cloze --gin.TRAIN_STEPS=10 """
         r"""--gin.TASK_FEATURE_LENGTHS="{'inputs': 64, 'targets': 12}" --gin.BATCH_SIZE=64 """
         r"""--gin.INITIAL_CHECKPOINT_PATH=x""",
+      ),
+      _Remedy(
+        r'With other files, add (--gin\.\S+ --gin\.\S+ --gin\.\S+=specific)\.',
+        r'--gin.INITIAL_CHECKPOINT_PATH=x \1',
       ),
     ],
   ),
@@ -376,14 +386,24 @@ _ROWS = [
     [
       _Remedy(
         r'Bind something else to one of them\.',
-        r'--gin.OPTIMIZER=@optimizers.chain() '
-        r'--gin.optimizers.chain.transformations=[@optimizers.schedule_free()] '
-        r'--gin.optimizers.schedule_free.base_optimizer=@optimizers.sgd()',
+        r"--gin.OPTIMIZER='@optimizers.chain()' "
+        r"--gin.optimizers.chain.transformations='[@optimizers.schedule_free()]' "
+        r"--gin.optimizers.schedule_free.base_optimizer='@optimizers.sgd()'",
       )
     ],
   ),
-  _Row('None for a required object', ['--gin.MODEL=None'], ['must be BaseModel', 'NoneType'], None),
-  _Row('a string for an object', ['--gin.MODEL=t5'], ['must be BaseModel', "'t5'"], None),
+  _Row(
+    'None for a required object',
+    ['--gin.MODEL=None'],
+    ['must be BaseModel', 'NoneType'],
+    [_Remedy(r'Remove it and add a file that sets it, e\.g\. (--gin_file=\S+)\.', r'\1')],
+  ),
+  _Row(
+    'a string for an object',
+    ['--gin.MODEL=t5'],
+    ['must be BaseModel', "'t5'"],
+    [_Remedy(r'Remove it and add a file that sets it, e\.g\. (--gin_file=\S+)\.', r'\1')],
+  ),
   _Row(
     'an object of another kind',
     ['--gin.MODEL=@optimizers.adamw()'],
@@ -393,24 +413,20 @@ _ROWS = [
   _Row(
     'a function instead of its result',
     ['--gin.trainer.Trainer.learning_rate_fn=@schedules.create_learning_rate_scheduler'],
-    ['Write @schedules.create_learning_rate_scheduler().'],
-    [_Remedy(r'Write (@\S+\(\))\.', r'--gin.trainer.Trainer.learning_rate_fn=\1')],
+    ["Write --gin.trainer.Trainer.learning_rate_fn='@schedules.create_learning_rate_scheduler()'."],
+    [_Remedy(r'Write (--gin\S+)\.$', r'\1')],
   ),
   _Row(
     'a number for a schedule',
     ['--gin.trainer.Trainer.learning_rate_fn=0.1'],
     ['LearningRateCallable', 'float'],
-    None,
+    [_Remedy(r'For a constant rate, write (--gin\S+ --gin\S+ --gin\S+)\.$', r'\1')],
   ),
   _Row(
     'an instance for its class',
     ['--gin.train_script.train.trainer_cls=@trainer.Trainer()'],
-    ['Write @trainer.Trainer without ().'],
-    [
-      _Remedy(
-        r'Write (@trainer\.Trainer) without \(\)\.', r'--gin.train_script.train.trainer_cls=\1'
-      )
-    ],
+    ['Write --gin.train_script.train.trainer_cls=@trainer.Trainer without ().'],
+    [_Remedy(r'Write (--gin\S+) without \(\)\.', r'\1')],
   ),
   _Row(
     'another class for a trainer',
@@ -429,7 +445,7 @@ _ROWS = [
     ['optimizer_def', 'optimizers.adamw()'],
     [
       _Remedy(
-        r'the result of (optimizers\.adamw\(\)), got None\. Set OPTIMIZER\.', r'--gin.OPTIMIZER=@\1'
+        r'the result of optimizers\.adamw\(\), got None\. Set OPTIMIZER, e\.g\. (--gin\S+)\.', r'\1'
       )
     ],
   ),
@@ -437,17 +453,13 @@ _ROWS = [
     'an optimizer that is not called',
     ['--gin.OPTIMIZER=@optimizers.adamw'],
     ['optimizer_def', 'OptimizerDef'],
-    [
-      _Remedy(
-        r'Call it, as in (OPTIMIZER) = (@optimizers\.adamw\(\)) with parentheses\.', r'--gin.\1=\2'
-      )
-    ],
+    [_Remedy(r'Call it with parentheses, e\.g\. (--gin\S+)\.', r'\1')],
   ),
   _Row(
     'no vocabulary',
     ['--gin.VOCABULARY=None'],
     ['`input_vocabulary` must be a vocabulary', 'ByteVocabulary'],
-    [_Remedy(r'Set (VOCABULARY), e\.g\. to (@vocabularies\.ByteVocabulary\(\))\.', r'--gin.\1=\2')],
+    [_Remedy(r'Set VOCABULARY, e\.g\. (--gin\S+)\.', r'\1')],
   ),
   _Row('no task', ['--gin.MIXTURE_OR_TASK_NAME=None'], ['mixture_or_task_name', 'None'], None),
   _Row(
@@ -506,7 +518,7 @@ _ROWS = [
     'factors in a list',
     ["--gin.schedules.create_learning_rate_scheduler.factors=['constant', 'cosine_decay']"],
     ['factors'],
-    [_Remedy(r'Write (--gin\S+="constant \* cosine_decay")\.', r'\1')],
+    [_Remedy(r'Write (--gin\S+=.constant \* cosine_decay.)\.', r'\1')],
   ),
   _Row(
     'a number for factors',
@@ -520,7 +532,7 @@ _ROWS = [
     ['OPTIMIZER'],
     [
       _Remedy(
-        r'a call must begin with @\. Write (--gin\.OPTIMIZER=@optimizers.adamw\(\)),.*', r"'\1'"
+        r'a call must begin with @\. Write (--gin\.OPTIMIZER=\S+), or \S+ for a string\.', r'\1'
       )
     ],
   ),
@@ -528,7 +540,7 @@ _ROWS = [
     'a class without @',
     ['--gin.MODEL=models.EncoderDecoderModel()'],
     ['MODEL'],
-    [_Remedy(r'a call must begin with @\. Write (--gin\.MODEL=@\S+\(\)),.*', r"'\1'")],
+    [_Remedy(r'a call must begin with @\. Write (--gin\.MODEL=\S+), or \S+ for a string\.', r'\1')],
   ),
   _Row(
     'the argument --TRAIN_STEPS=5',
@@ -710,40 +722,25 @@ _ROWS = [
     'an optimizer alone',
     'train --gin_file=optimizers/lion.gin',
     ['configure no run'],
-    [
-      _Remedy(
-        r'Pass a recipe before them, e\.g\. (--gin_file=\S+), ',
-        r'train \1 --gin_file=optimizers/lion.gin --gin.MODEL_DIR=RUN --gin.EVAL_PERIOD=-1',
-      ),
-      _Remedy(r'or write (--gin_file=.*)$', r'train \1 --gin.EVAL_PERIOD=-1'),
-    ],
+    [_RECIPE_REMEDY],
+  ),
+  _Row(
+    'a mesh alone',
+    'train --gin_file=partitioning/2d.gin',
+    ['configure no run'],
+    [_RECIPE_REMEDY],
   ),
   _Row(
     'a model alone',
     'train --gin_file=models/byt5_small.gin',
     ['configure no run'],
-    [
-      _Remedy(
-        r'Pass a recipe before them, e\.g\. (--gin_file=\S+), ',
-        r'train \1 --gin_file=models/byt5_small.gin --gin.MODEL_DIR=RUN --gin.EVAL_PERIOD=-1',
-      ),
-      _Remedy(r'or write (--gin_file=.*)$', r'train \1 --gin.EVAL_PERIOD=-1'),
-    ],
+    [_RECIPE_REMEDY],
   ),
   _Row(
     'a model and a value alone',
     'train --gin_file=models/byt5_small.gin --gin.DROPOUT_RATE=0.0',
     ['configure no run'],
-    [
-      _Remedy(
-        r'Pass a recipe before them, e\.g\. (--gin_file=\S+), ',
-        r'train \1 --gin_file=models/byt5_small.gin --gin.DROPOUT_RATE=0.0 --gin.MODEL_DIR=RUN '
-        r'--gin.EVAL_PERIOD=-1',
-      ),
-      _Remedy(
-        r'or write (--gin_file=.*)$', r'train \1 --gin.DROPOUT_RATE=0.0 --gin.EVAL_PERIOD=-1'
-      ),
-    ],
+    [_RECIPE_REMEDY],
   ),
   _Row(
     'required values',
@@ -854,7 +851,12 @@ _ROWS = [
       )
     ],
   ),
-  _Row('a file that includes itself', [_File(b"include 'mine.gin'\n")], ['includes itself'], None),
+  _Row(
+    'a file that includes itself',
+    [_File(b"include 'mine.gin'\n")],
+    ['includes itself'],
+    [_Remedy(r'Remove one of these includes\.', _File(b'TRAIN_STEPS = 5\n'))],
+  ),
   _Row(
     'a misspelt import of gin',
     [_File(b'from __gin__ import dynamic_registrations\n')],
@@ -893,7 +895,12 @@ _ROWS = [
     ['is defined by itself'],
     [_Remedy(r'Set one of them to a value\.', _File(b'A = %B\nB = 5\nTRAIN_STEPS = %A\n'))],
   ),
-  _Row('a file that is not text', [_File(b'TRAIN_STEPS = 5 \xff')], ["can't decode byte"], None),
+  _Row(
+    'a file that is not text',
+    [_File(b'TRAIN_STEPS = 5 # \xff')],
+    ["can't decode byte"],
+    [_Remedy(r'Save it as UTF-8\.', _File('TRAIN_STEPS = 5 # \u00ff'.encode()))],
+  ),
   _Row(
     'a syntax error of a file',
     [_File(b"include 'recipes/keyword_cloze.gin'\n\nTRAIN_STEPS == 5\n")],
@@ -1005,7 +1012,7 @@ def test_rejected(capsys, tmp_path, row):
     if isinstance(remedy.line, _File):
       line = _File(match.expand(remedy.line.text.decode()).encode())
     else:
-      line = shlex.split(match.expand(remedy.line))
+      line = _shell_words(match.expand(remedy.line))
     if late:
       after = _message(capsys, tmp_path, _train(tmp_path, line, late))
       assert _LATE_ERRORS[late] in after, after
@@ -1013,6 +1020,24 @@ def test_rejected(capsys, tmp_path, row):
       _, after = _run(capsys, tmp_path, line)
       assert not _has(after, row.fragments) and 'Did you mean' not in after, after
       assert 'Traceback' not in after
+
+
+def _shell_words(line):
+  """Return the words of a command line, as a shell reads them."""
+  lexer = shlex.shlex(line, posix=True, punctuation_chars='();<>|&*?[]{}$`!')
+  lexer.whitespace_split = True
+  lexer.commenters = ''
+  words = shlex.split(line)
+  # This lexer separates special characters, unless they are quoted.
+  assert list(lexer) == words, f'Not quoted for a shell: {line}'
+  return words
+
+
+@pytest.mark.parametrize('line', ['--gin.A=@b()', '--gin.A=[1]', 'a; b', '--gin.A={1: 2}', '$A'])
+def test_special_characters_of_a_shell_are_found(line):
+  with pytest.raises(AssertionError, match='Not quoted'):
+    _shell_words(line)
+  assert _shell_words(shlex.quote(line)) == [line]
 
 
 def _has(message, fragments):

@@ -115,7 +115,10 @@ def test_bare_lower_case_constants_are_rejected(word, remedy):
     (['models.Model.rate=fast'], ['must be float, got ']),
     (
       ['script.train.model=@models.Model'],
-      ['script.train.model must be an instance, got a factory of it', 'Write @models.Model().'],
+      [
+        'script.train.model must be an instance, got a factory of it',
+        "Write --gin.script.train.model='@models.Model()'.",
+      ],
     ),
     # Syntax of flags.
     (['STEPS='], ['the value is missing']),

@@ -277,6 +277,20 @@ MUTANTS = (
     'tests/test_cli_flags.py::test_multiprocess_gpu_decides_whether_a_process_is_alone',
   ),
   Mutant(
+    'proposed_flags_are_not_quoted_for_a_shell',
+    't5x_lite/formatting.py',
+    'quoted = shlex.quote(value)',
+    'quoted = value',
+    'tests/apps/test_bad_input.py::test_rejected[a call without @]',
+  ),
+  Mutant(
+    'the_task_of_a_misspelt_metric_is_proposed_twice',
+    't5x_lite/evaluation/metric_names.py',
+    "task, _, metric = name.rpartition('/')",
+    "task, _, metric = '', '', name",
+    'tests/apps/evaluate/test_command.py::test_the_proposed_metric_is_accepted',
+  ),
+  Mutant(
     'gin_bindings_apply_before_all_gin_flags',
     't5x_lite/cli.py',
     'arguments.gin_flags = gin_flags',

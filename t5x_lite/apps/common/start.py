@@ -34,6 +34,7 @@ from t5x_lite.apps.common import output_folder
 from t5x_lite.checkpoints import builders
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.formatting import format_number
+from t5x_lite.formatting import gin_flag
 from t5x_lite.layer_stacks import LayerStacks
 from t5x_lite.networks.stacks import StackNetwork
 from t5x_lite.networks.t5_config import RELPOS_FIELDS
@@ -162,18 +163,18 @@ def check_optimizer(model: models.BaseModel) -> None:
   import optax  # Only for this message: importing it takes long.
 
   shown = repr(given)
-  remedy = 'Set OPTIMIZER.'
+  remedy = f'Set OPTIMIZER, e.g. {gin_flag("OPTIMIZER", "@optimizers.adamw()")}.'
   if isinstance(given, optax.GradientTransformation):
     shown = 'a bare optax transformation'
     remedy = 'Wrap it, optimizers.OptaxWrapper(transformation), or use the optimizer of that name in `optimizers`.'
   elif callable(given):
     kind = 'class' if isinstance(given, type) else 'function'
     shown = f'the {kind} {getattr(given, "__name__", given)}'
-    remedy = 'Call it, as in OPTIMIZER = @optimizers.adamw() with parentheses.'
+    remedy = f'Call it with parentheses, e.g. {gin_flag("OPTIMIZER", "@optimizers.adamw()")}.'
   elif isinstance(given, str) and given.rpartition('.')[2].isidentifier():
     name = given.rpartition('.')[2]
     if callable(getattr(optimizers, name, None)):
-      remedy = f'Set --gin.OPTIMIZER=@optimizers.{name}() with @ and parentheses.'
+      remedy = f'Set {gin_flag("OPTIMIZER", f"@optimizers.{name}()")} with @ and parentheses.'
   raise ConfigError(
     f'`{type(model).__name__}.optimizer_def` must be an OptimizerDef, e.g. the result of '
     f'optimizers.adamw(), got {shown}. {remedy}'

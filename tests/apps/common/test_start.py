@@ -312,8 +312,8 @@ def _damage(path):
     (optax.adamw(0.1), 'got a bare optax transformation. .*optimizers.OptaxWrapper'),
     (optimizers.adamw, 'got the function adamw. Call it'),
     (optimizers.Adafactor, 'got the class Adafactor. Call it'),
-    ('optimizers.lion', 'got .*Set --gin.OPTIMIZER=@optimizers.lion\\(\\) with'),
-    ('adamw', 'got .*Set --gin.OPTIMIZER=@optimizers.adamw\\(\\) with'),
+    ('optimizers.lion', 'got .*Set --gin.OPTIMIZER=.@optimizers.lion\\(\\). with'),
+    ('adamw', 'got .*Set --gin.OPTIMIZER=.@optimizers.adamw\\(\\). with'),
     ('my adam', 'got .my adam.. Set OPTIMIZER'),
   ],
 )

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -251,6 +252,23 @@ def test_rejected(run, tmp_path, capsys, flags, fragments):
   for fragment in fragments:
     assert fragment in err
   assert not (tmp_path / 'out').exists()
+
+
+@pytest.mark.parametrize('name', ['exact_match', 'python_keyword_cloze/exact_mach'])
+def test_the_proposed_metric_is_accepted(run, tmp_path, capsys, name):
+  flag = '--gin.eval_script.evaluate.best_metric='
+  # Rejected after the metric.
+  others = [f'--gin.EVAL_OUTPUT_DIR={tmp_path}/out', '--gin.network.T5Config.emb_dim=16']
+  _, _, message = _main(capsys, str(run), f'{flag}{name}', *others)
+  assert 'best_metric` must be' in message
+  metric = name.rpartition('/')[2]
+  assert f"Did you mean 'inference_eval/python_keyword_cloze/{metric}'?" in message
+  # The first message completes the name; the second knows the metrics of the task, and corrects it.
+  for _ in range(2):
+    proposed = re.search(r"Did you mean '(inference_eval/python_keyword_cloze/.+?)'", message)
+    if proposed:
+      _, _, message = _main(capsys, str(run), f'{flag}{proposed[1]}', *others)
+  assert 'best_metric' not in message and 'stored (8,), wanted (16,)' in message
 
 
 @pytest.mark.full
