@@ -14,7 +14,7 @@ from t5x_lite import cli_platform
 _ROOT = pathlib.Path(__file__).parents[1]
 _RECIPE = ('train', '--gin_file=recipes/keyword_cloze.gin', '--gin.MODEL_DIR=folder/run')
 # Rejected after the devices are known, so that a command whose remedy works ends quickly.
-_LATE_FLAG = '--gin.EVAL_PERIOD=-1'
+_LATE_ERROR = ('--dry_run', '--gin.EVAL_PERIOD=-1')
 
 
 def _environment(folder: pathlib.Path, **variables: str) -> dict[str, str]:
@@ -86,12 +86,12 @@ def test_broken_environment(tmp_path, variables, fragments, remedies):
     if not changed:
       for name in variables:
         environment.pop(name, None)
-    assert 'eval_period` must be' in _message_of(tmp_path, environment)
+    assert 'eval_period` must be' in _message_of(tmp_path, environment, *_LATE_ERROR)
 
 
-def _message_of(folder: pathlib.Path, environment: dict[str, str]) -> str:
+def _message_of(folder: pathlib.Path, environment: dict[str, str], *flags: str) -> str:
   done = subprocess.run(
-    [sys.executable, '-m', 't5x_lite', *_RECIPE, _LATE_FLAG],
+    [sys.executable, '-m', 't5x_lite', *_RECIPE, *flags],
     cwd=folder,
     capture_output=True,
     text=True,
