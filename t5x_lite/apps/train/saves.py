@@ -410,9 +410,12 @@ class TrainSaves:
     return data_state, problem
 
   def _cannot_write(self, error: OSError) -> SaveError:
+    cause = error.strerror or str(error)
+    if error.filename is not None:  # the path to fix may be a folder below the directory
+      cause += f': {str(error.filename)!r}'
     return SaveError(
       f'The metrics up to step {self._trainer.step} could not be written to '
-      f'{self._manager.directory!r}, so its checkpoint was not: {error.strerror or error}.'
+      f'{self._manager.directory!r}, so its checkpoint was not: {cause}.'
     )
 
   def _count_failure(self, error: Exception, *, is_last: bool = False) -> None:
