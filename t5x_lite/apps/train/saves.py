@@ -250,14 +250,18 @@ class TrainSaves:
     Raises:
       SaveError: the last save failed, or its metrics could not be written.
     """
+    unwritten = None
     try:
       self._trainer.flush()
       self._evaluations.flush()
-      self.wait(is_last=True)
     except OSError as error:
-      self._last_failure = self._cannot_write(error)
+      unwritten = self._cannot_write(error)
+    # Also after that error: closing the manager would raise the error of the save instead, without the lost steps.
+    try:
+      self.wait(is_last=True)
     except SaveError as error:
       self._last_failure = error
+    self._last_failure = self._last_failure or unwritten
     if not multihost.any_process(self._last_failure is not None):
       return
     cause = self._last_failure or _OF_ANOTHER_PROCESS

@@ -133,6 +133,14 @@ def test_a_directory_that_stays_away_ends_the_run_with_the_lost_steps(tmp_path):
   assert _names(tmp_path / 'away') == ['checkpoint_3']
 
 
+def test_a_last_save_that_no_folder_takes_names_the_lost_steps(tmp_path):
+  faults = [(11, 'rename', 'run', 'away'), (11, 'rename', 'spool', 'spool_away')]
+  output = _run(
+    tmp_path, 'run', faults, ExitCode.SAVE_FAILED, total_steps=12, spool_dir=f'{tmp_path}/spool'
+  )
+  assert 'The last save of the run failed' in output and 'steps 10 to 12 are lost' in output
+
+
 def test_a_file_in_place_of_a_folder_below_is_named(tmp_path):
   output = _run(
     tmp_path, 'run', [(4, 'replace_by_file', 'run/train')], ExitCode.SAVE_FAILED, total_steps=12
