@@ -250,14 +250,18 @@ class TrainSaves:
     Raises:
       SaveError: the last save failed, or its metrics could not be written.
     """
+    unwritten = None
     try:
       self._trainer.flush()
       self._evaluations.flush()
-      self.wait(is_last=True)
     except OSError as error:
-      self._last_failure = self._cannot_write(error)
+      unwritten = self._cannot_write(error)
+    # Also after that error: closing the manager would raise the error of the save instead, without the lost steps.
+    try:
+      self.wait(is_last=True)
     except SaveError as error:
       self._last_failure = error
+    self._last_failure = self._last_failure or unwritten
     if not multihost.any_process(self._last_failure is not None):
       return
     cause = self._last_failure or _OF_ANOTHER_PROCESS
@@ -410,9 +414,12 @@ class TrainSaves:
     return data_state, problem
 
   def _cannot_write(self, error: OSError) -> SaveError:
+    cause = error.strerror or str(error)
+    if error.filename is not None:  # the path to fix may be a folder below the directory
+      cause += f': {str(error.filename)!r}'
     return SaveError(
       f'The metrics up to step {self._trainer.step} could not be written to '
-      f'{self._manager.directory!r}, so its checkpoint was not: {error.strerror or error}.'
+      f'{self._manager.directory!r}, so its checkpoint was not: {cause}.'
     )
 
   def _count_failure(self, error: Exception, *, is_last: bool = False) -> None:

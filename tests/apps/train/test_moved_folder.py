@@ -31,6 +31,10 @@ held = []
 def rename(old, new):
   os.rename(old, new)
 
+def replace_by_file(folder):
+  os.rename(folder, folder + '_moved')
+  pathlib.Path(folder).touch()
+
 def switch(link, target):
   os.symlink(target, 'new_link')
   os.rename('new_link', link)
@@ -127,6 +131,22 @@ def test_a_directory_that_stays_away_ends_the_run_with_the_lost_steps(tmp_path):
   assert 'it continues from step 3; steps 4 to 1' in output, output
   assert [path.name for path in tmp_path.iterdir()] == ['away']
   assert _names(tmp_path / 'away') == ['checkpoint_3']
+
+
+def test_a_last_save_that_no_folder_takes_names_the_lost_steps(tmp_path):
+  faults = [(11, 'rename', 'run', 'away'), (11, 'rename', 'spool', 'spool_away')]
+  output = _run(
+    tmp_path, 'run', faults, ExitCode.SAVE_FAILED, total_steps=12, spool_dir=f'{tmp_path}/spool'
+  )
+  assert 'The last save of the run failed' in output and 'steps 10 to 12 are lost' in output
+
+
+def test_a_file_in_place_of_a_folder_below_is_named(tmp_path):
+  output = _run(
+    tmp_path, 'run', [(4, 'replace_by_file', 'run/train')], ExitCode.SAVE_FAILED, total_steps=12
+  )
+  assert f"so its checkpoint was not: File exists: '{tmp_path}/run/train'." in output
+  assert _names(tmp_path / 'run') == ['checkpoint_3']
 
 
 def test_the_spool_folder_has_the_state_of_a_directory_that_stays_away(tmp_path, undisturbed):
