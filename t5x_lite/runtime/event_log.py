@@ -123,8 +123,12 @@ class EventLog(contextlib.AbstractContextManager):
     for name in _LOGGERS:
       logging.getLogger(name).removeHandler(self._handler)
     if self._file is not None:
-      with contextlib.suppress(OSError):
+      try:
         self._file.close()
+      except OSError as problem:
+        logging.getLogger(__name__).warning(
+          'The newest events could not be written to %s: %s.', self._path, problem
+        )
 
   def open(self) -> None:
     """Write the events so far to the file, and all further ones when they happen.

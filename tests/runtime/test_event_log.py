@@ -405,6 +405,16 @@ def test_a_deleted_file_continues_with_an_event_that_says_what_is_missing(
   assert caplog.text.count('was deleted or renamed while the run writes to it') == 1
 
 
+def test_events_that_cannot_be_written_at_the_end_are_warned_of(make, tmp_path, caplog):
+  path = tmp_path / runtime.EVENTS_FILE
+  with make() as log:
+    log.open()
+    path.unlink()
+    path.mkdir()  # in the way of a new file
+    log.emit('restored')
+  assert caplog.text.count(f'The newest events could not be written to {path}: ') == 1
+
+
 def test_events_are_not_written_to_the_target_of_a_link(make, tmp_path):
   (tmp_path / 'other').write_text('of the user')
   (tmp_path / runtime.EVENTS_FILE).symlink_to('other')
