@@ -15,6 +15,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import time
 from typing import Any
 
@@ -582,4 +583,6 @@ class _explained:
   def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
     if isinstance(error, ValueError | RuntimeError | NotImplementedError):
       text = ' '.join(str(error).partition('[tensorstore_spec')[0].split())[:500]
+      # A path of `_fixed` says nothing to a reader.
+      text = re.sub(rf'{_OPEN_FILES}/\d+', lambda _: str(self._directory.parent), text)
       raise OSError(errno.EIO, text, str(self._directory)) from error

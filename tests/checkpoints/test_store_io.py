@@ -213,3 +213,12 @@ def test_each_attempt_has_separate_folders(s3_store):
         manager.wait()
         folders.append(state_io.state_dir(manager.checkpoint_path(1)).name)
   assert len(set(folders)) == 4
+
+
+def test_errors_of_a_disk_name_the_path_that_the_user_knows(tmp_path):
+  directory = tmp_path / 'state'
+  directory.write_text('in the way of the folder', encoding='utf-8')
+  parts = store_io.host_parts({'target/w': np.ones(3, np.float32)})
+  with pytest.raises(OSError, match=re.escape(str(tmp_path))) as caught:
+    store_io.write_parts(directory, parts)
+  assert '/proc/' not in str(caught.value)
