@@ -179,15 +179,14 @@ def test_a_signal_while_a_save_is_repeated(s3_store, tmp_path):
         assert line
       step = int(line.split('step ')[1].split()[0].replace(',', ''))
       process.send_signal(signal.SIGTERM)
-      deadline = time.monotonic() + 30
+      # A fifth of a second; the previous save is given up after 10 s.
+      deadline = time.monotonic() + 9
       while not list(tmp_path.glob(f'*/checkpoint_{step}/manifest.json')):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.1)
   finally:
     process.kill()
-    output, _ = process.communicate()
-  # The previous save has not failed yet, which takes longer.
-  assert 'could not be written' not in output, output
+    process.communicate()
 
 
 @pytest.mark.full
