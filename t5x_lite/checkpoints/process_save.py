@@ -1,4 +1,4 @@
-"""What a process does for a save, in its thread; with a spool folder, what cannot be written goes there."""
+"""The part of a save that each process writes in a thread; a spool folder takes what cannot be written."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class Watchdog:
       phase_fn: returns a context that is entered with each activity, from its name; `EventLog.phase` for the goodput.
       others_fn: returns a sentence about the processes of the run for messages, or ''.
       others_are_busy_fn: returns whether another process evaluates, saves or compiles, for which a step of this one
-        waits; the limit 'auto' then counts anew.
+        waits; the limit 'auto' then begins again.
       warning_seconds: seconds until a warning by activity, or 20 times the median if that is longer.
       auto_seconds: smallest limit with 'auto'.
 

@@ -18,13 +18,6 @@ MUTANTS = (
     'tests/test_plain_paths.py::test_a_checkpoint_is_restored_from_a_folder_of_any_name',
   ),
   Mutant(
-    'a_signal_waits_for_the_previous_save',
-    't5x_lite/apps/train/saves.py',
-    'if keeps or not self._manager.is_writing:',
-    'if not self._manager.is_writing:',
-    'tests/apps/train/test_stores.py::test_a_signal_while_a_save_is_repeated',
-  ),
-  Mutant(
     'an_earlier_save_replaces_a_later_one_in_the_spool_folder',
     't5x_lite/checkpoints/spool.py',
     'if self._newest is not None and _number(pending) <= self._newest[0]:',

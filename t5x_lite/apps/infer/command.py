@@ -206,7 +206,8 @@ def _with_keys_of_task(configuration: Any) -> Any:
   try:
     keys = _keys_of_task(configuration)
   except Exception as error:  # the module of a task is any code, and may be absent on this machine
-    problem = f'{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip(".")}'
+    first_line = str(error).partition('\n')[0]
+    problem = f'{type(error).__name__}: {first_line.rstrip(".")}'
   _check_same_keys(keys, problem)
   if keys is None:
     logging.getLogger(__name__).warning(

@@ -339,7 +339,7 @@ class TrainSaves:
       )
 
   def newest_step(self) -> int | None:
-    """Return the step of the newest checkpoint of the run, or None if there is none or the directory cannot be read."""
+    """Return the step of the newest checkpoint; None without one, and if the directory cannot be read."""
     try:
       return self._manager.latest_step()
     except OSError:
