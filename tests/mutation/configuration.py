@@ -272,7 +272,7 @@ MUTANTS = (
   Mutant(
     'a_process_without_multiprocess_gpu_waits_for_others',
     't5x_lite/apps/common/flags.py',
-    "    vars(arguments).update(dict.fromkeys(place), distributed='off')\n",
+    "    mode = 'off'\n",
     '',
     'tests/test_cli_flags.py::test_multiprocess_gpu_decides_whether_a_process_is_alone',
   ),
@@ -293,8 +293,8 @@ MUTANTS = (
   Mutant(
     'gin_bindings_apply_before_all_gin_flags',
     't5x_lite/cli.py',
-    'arguments.gin_flags = gin_flags',
-    'arguments.gin_flags = sorted(gin_flags, reverse=True)',
+    'gin_flags=gin_flags,',
+    'gin_flags=sorted(gin_flags, reverse=True),',
     'tests/test_cli_flags.py::test_flags_have_the_meaning_of_absl',
   ),
   Mutant(
