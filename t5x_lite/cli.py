@@ -460,9 +460,11 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> Invocation:
     if sys.flags.safe_path:
       own.insert(1, '-P')
     others = [*own, *others]
+  values = dict(vars(arguments))
+  if others:
+    values['others'] = others
   return make_invocation(
-    vars(arguments),
-    others=others or getattr(arguments, 'others', ()),
+    values,
     entry=command.entry,
     gin_flags=gin_flags,
     jax_flags=jax_flags,
