@@ -28,6 +28,7 @@ from t5x_lite import checks
 from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import multihost
+from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import choice
 from t5x_lite.checkpoints import commit as commit_lib
 from t5x_lite.checkpoints import discovery
@@ -40,7 +41,6 @@ from t5x_lite.checkpoints import restore as restore_lib
 from t5x_lite.checkpoints import retention
 from t5x_lite.checkpoints import spool as spool_lib
 from t5x_lite.checkpoints import state_io
-from t5x_lite.checkpoints import store_io
 from t5x_lite.checkpoints import transforms
 
 _logger = logging.getLogger(__name__)
@@ -451,7 +451,7 @@ class CheckpointManager:
     # Arrays without elements are not stored; the manifest has their shapes.
     flat = {name: leaf for name, leaf in flat.items() if 0 not in leaf.shape}
     try:
-      parts = store_io.host_parts(state_io.snapshot(flat))
+      parts = array_io.host_parts(state_io.snapshot(flat))
     except Exception as e:
       raise self._save_error(step, e) from e
     return process_save.ProcessSave(

@@ -314,7 +314,7 @@ def _problem_of_arrays(arrays: Mapping[str, Any], entries: Mapping[str, Any]) ->
       return f'{owner}.dtype must be the name of a dtype of numbers, got {untrusted.shorten(entry["dtype"])}'
     array_bytes = untrusted.num_bytes(entry['shape'], dtype)
     num_bytes += array_bytes if array_bytes > _MAX_INLINE_BYTES else 0
-  # Nothing else is compressed (`store_io`).
+  # Nothing else is compressed (`array_io`).
   stored = sum(
     entry['bytes']
     for name, entry in entries.items()

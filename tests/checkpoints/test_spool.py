@@ -9,10 +9,10 @@ from t5x_lite import checkpoints
 from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import object_store
+from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import commit
 from t5x_lite.checkpoints import retention
 from t5x_lite.checkpoints import spool
-from t5x_lite.checkpoints import store_io
 
 _CFG = checkpoints.SaveCheckpointConfig()
 
@@ -144,7 +144,7 @@ def test_an_earlier_save_does_not_replace_a_later_one(tmp_path):
     arrays = _state(number)
     return kept.write(
       save(number),
-      lambda here: store_io.write_one_by_one(here.state, arrays, arrays.__getitem__),
+      lambda here: array_io.write_one_by_one(here.state, arrays, arrays.__getitem__),
       lambda name: None,
     ).name
 

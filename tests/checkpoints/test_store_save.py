@@ -14,17 +14,17 @@ from t5x_lite import checkpoints
 from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import object_store
+from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import commit
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import manifest
-from t5x_lite.checkpoints import store_io
 
 _CFG = checkpoints.SaveCheckpointConfig()
 _KILLED = """
 import os, signal, sys
 import numpy as np
 from t5x_lite import checkpoints
-from t5x_lite.checkpoints import commit, discovery, store_io
+from t5x_lite.checkpoints import commit, discovery, array_io
 from t5x_lite import files
 root, place = sys.argv[1:]
 kill = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
@@ -262,14 +262,14 @@ def test_a_spool_folder_that_is_broken_too(s3_store, monkeypatch, tmp_path):
 
 def test_a_manifest_comes_after_all_that_was_written_before(s3_store, monkeypatch):
   lines = files.appended(f'{s3_store.root}/train/metrics.jsonl')
-  write_parts = store_io.write_parts
+  write_parts = array_io.write_parts
 
   def write(*args):
     write_parts(*args)
     lines.append(b'{"step": 1}\n', at_once=True)
     files.write(f'{s3_store.root}/predictions-1.jsonl', 'text', behind=True)
 
-  monkeypatch.setattr(store_io, 'write_parts', write)
+  monkeypatch.setattr(array_io, 'write_parts', write)
   with s3_store.proxy.fault(name='metrics|predictions', method='PUT', delay=1.0):
     with checkpoints.CheckpointManager(s3_store.root, save_cfg=_CFG) as manager:
       manager.save(1, _state(1))
