@@ -108,7 +108,7 @@ def test_missing_credentials(s3_store, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize('scheme, package', [('gs', 'gcsfs'), ('s3', 's3fs')])
 def test_a_missing_extra(monkeypatch, scheme, package):
-  object_store._file_system.cache_clear()
+  object_store.connection.cache_clear()
   monkeypatch.setattr(object_store.fsspec, 'filesystem', _missing(package))
   monkeypatch.setattr(logging.getLogger('gcsfs'), 'level', logging.DEBUG)  # as by --logger_levels
   with pytest.raises(
@@ -132,7 +132,7 @@ def test_requests_are_repeated_for_a_limited_time(s3_store, monkeypatch, caplog)
     path.write_bytes(b'1')
   assert path.read_bytes() == b'1' and caplog.text.count('Trying again for up to') == 1
   monkeypatch.setattr(object_store, '_LEAST_SECONDS', 0.2)
-  monkeypatch.setattr(object_store, '_retry_seconds', 1.0)
+  monkeypatch.setattr(object_store, 'RETRY_SECONDS', 1.0)
   start = time.monotonic()
   with (
     s3_store.proxy.fault(status=500),

@@ -131,7 +131,7 @@ def test_a_listing_that_is_behind(s3_store, monkeypatch):
       if name.startswith('checkpoint_5/')
     }
     assert names == written - {'manifest.json'}
-    monkeypatch.setattr(object_store, '_retry_seconds', 0.5)
+    monkeypatch.setattr(object_store, 'RETRY_SECONDS', 0.5)
     with s3_store.proxy.fault(listing_lag=60.0):
       manager.save(6, state)
       with pytest.raises(errors.SaveError, match="lacks 'state/"):

@@ -210,8 +210,8 @@ MUTANTS = (
   Mutant(
     'verified_once_verified_for_ever',
     't5x_lite/checkpoints/manifest.py',
-    'if _verified.get(str(root)) == before:',
-    'if str(root) in _verified:',
+    'if _verified(root).get(str(root)) == before:',
+    'if str(root) in _verified(root):',
     'tests/checkpoints/test_manifest.py::test_damage_after_a_first_check_is_found_too',
   ),
   Mutant(
