@@ -31,10 +31,10 @@ from t5x_lite import multihost
 from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import choice
 from t5x_lite.checkpoints import commit as commit_lib
+from t5x_lite.checkpoints import config
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import lock as lock_lib
 from t5x_lite.checkpoints import manifest
-from t5x_lite.checkpoints import options
 from t5x_lite.checkpoints import policies
 from t5x_lite.checkpoints import process_save
 from t5x_lite.checkpoints import restore as restore_lib
@@ -58,7 +58,7 @@ class CheckpointManager:
     self,
     directory: discovery.PathLike,
     *,
-    save_cfg: options.SaveOptions | None = None,
+    save_cfg: config.SaveCheckpointConfig | None = None,
     spool_dir: str | None = None,
   ):
     """Open `directory`.
@@ -357,7 +357,7 @@ class CheckpointManager:
     target: transforms.StateDict,
     *,
     shardings: Any = None,
-    restore_cfg: options.RestoreOptions | None = None,
+    restore_cfg: config.RestoreCheckpointConfig | None = None,
     transformation_fns: Sequence[transforms.RestoreStateTransformationFn] = (),
     initial_state_fn: Callable[[], transforms.StateDict] | None = None,
   ) -> restore_lib.RestoredCheckpoint:
@@ -486,7 +486,7 @@ class CheckpointManager:
     return None
 
   @property
-  def _saving_options(self) -> options.SaveOptions:
+  def _saving_options(self) -> config.SaveCheckpointConfig:
     assert self._save_cfg is not None  # see `_check_can_save`
     return self._save_cfg
 
