@@ -448,6 +448,13 @@ MUTANTS = (
     'tests/test_standard_streams.py::test_a_reader_that_does_not_read_is_waited_for_once',
   ),
   Mutant(
+    'a_flush_of_nothing_ends_the_drops',
+    't5x_lite/standard_streams.py',
+    '    if not data:  # A flush',
+    '    if False:  # A flush',
+    'tests/test_standard_streams.py::test_a_line_that_is_drawn_again_is_waited_for_once[pipe]',
+  ),
+  Mutant(
     'own_name_is_a_loopback_address',
     _CLUSTER,
     'if _is_loopback(name) and',
