@@ -61,7 +61,6 @@ _TESTED_IN = {
   't5x_lite/apps/train/loop.py': 'apps/train/test_run.py',
   't5x_lite/checkpoints/builders/base.py': 'checkpoints/builders/test_chain.py',
   't5x_lite/checkpoints/choice.py': 'apps/common/test_start.py',
-  't5x_lite/checkpoints/hugging_face/model_card.py': 'checkpoints/hugging_face/test_writer.py',
   't5x_lite/checkpoints/hugging_face/network.py': 'repository/test_finetune_recipes.py',
   't5x_lite/checkpoints/layout.py': 'apps/common/test_start.py',
   't5x_lite/checkpoints/options.py': 'checkpoints/test_config.py',
