@@ -12,8 +12,8 @@ from t5x_lite import files
 from t5x_lite.checkpoints.hugging_face import FAMILIES
 from t5x_lite.checkpoints.hugging_face import HuggingFaceFolder
 from t5x_lite.checkpoints.hugging_face import is_hugging_face_folder
-from t5x_lite.checkpoints.hugging_face import writer
 from t5x_lite.checkpoints.hugging_face import write_folder
+from t5x_lite.checkpoints.hugging_face import writer
 from t5x_lite.checkpoints.hugging_face.folder import CONFIG_FILE
 from t5x_lite.errors import CheckpointError
 from tests.checkpoints.hugging_face import folder_cases as folders
