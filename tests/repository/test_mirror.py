@@ -88,7 +88,6 @@ _TESTED_IN = {
   't5x_lite/data/trimming.py': 'data/test_truncation.py',
   't5x_lite/decoding/loop.py': 'decoding/test_sampling.py',
   't5x_lite/decoding/options.py': 'decoding/test_sampling.py',
-  't5x_lite/evaluation/config.py': 'evaluation/test_evaluator.py',
   't5x_lite/interactive/opening.py': 'apps/common/test_runs.py',
   't5x_lite/interactive/tasks.py': 'interactive/test_model.py',
   't5x_lite/interactive/texts.py': 'apps/chat/test_run.py',
