@@ -1,4 +1,4 @@
-"""Requests to stop: which signal repeats an earlier one, and where all processes of a run stop, such as the same step."""
+"""Requests to stop: which signal repeats an earlier one, and the step or other point at which all processes stop."""
 
 from collections.abc import Callable
 import signal
