@@ -78,7 +78,6 @@ _TESTED_IN = {
   't5x_lite/data/seqio_evaluation.py': 'data/test_seqio_source.py',
   't5x_lite/data/seqio_examples.py': 'data/test_text_examples.py',
   't5x_lite/data/seqio_features.py': 'data/test_seqio_source.py',
-  't5x_lite/data/seqio_import.py': 'data/test_seqio_source.py',
   't5x_lite/data/seqio_tasks.py': 'data/test_seqio_source.py',
   't5x_lite/data/seqio_tfexample.py': 'data/test_seqio_inference.py',
   't5x_lite/data/sources/seqio.py': 'data/test_seqio_source.py',
