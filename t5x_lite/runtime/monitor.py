@@ -34,7 +34,7 @@ from t5x_lite.runtime.connections import is_connection_error
 from t5x_lite.runtime.failure import Failure
 from t5x_lite.runtime.failure import describe_error
 from t5x_lite.runtime.stacks import print_stacks
-from t5x_lite.runtime.stop_agreement import StopAgreement
+from t5x_lite.runtime.stop_requests import StopAgreement
 from t5x_lite.runtime.stop_requests import StopRequests
 from t5x_lite.runtime.watchdog import awake_seconds
 from t5x_lite.standard_streams import write_without_waiting

@@ -258,17 +258,17 @@ MUTANTS = (
   ),
   Mutant(
     'a_process_passes_its_limit',
-    't5x_lite/runtime/stop_agreement.py',
+    't5x_lite/runtime/stop_requests.py',
     'self._point < self.limit:',
     'self._point <= self.limit:',
-    'tests/runtime/test_stop_agreement.py::test_all_stop_at_the_largest_limit',
+    'tests/runtime/test_stop_requests.py::test_all_stop_at_the_largest_limit',
   ),
   Mutant(
     'a_later_request_moves_the_limit',
-    't5x_lite/runtime/stop_agreement.py',
+    't5x_lite/runtime/stop_requests.py',
     '      if not self.request:\n        self.request',
     '      if True:\n        self.request',
-    'tests/runtime/test_stop_agreement.py::test_the_first_request_counts',
+    'tests/runtime/test_stop_requests.py::test_the_first_request_counts',
   ),
   Mutant(
     'calls_share_the_threads_that_wait',

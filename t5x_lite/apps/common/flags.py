@@ -646,9 +646,9 @@ def _set_seqio_folders(arguments: argparse.Namespace, configuration: Any) -> Non
   for flag, folder in named:
     if folder and '://' not in folder and not os.path.isdir(folder):
       logging.getLogger(__name__).warning('`%s` must be an existing folder, got %r.', flag, folder)
-  from t5x_lite.data import seqio_folders
+  from t5x_lite.data import seqio_import
 
-  seqio_folders.use_folders(data_dir, cache_dirs)
+  seqio_import.use_folders(data_dir, cache_dirs)
 
 
 def _check_same_on_all_processes(command: str, text: str) -> None:
