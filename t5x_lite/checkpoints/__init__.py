@@ -11,7 +11,7 @@ __getattr__, __dir__, __all__ = lazy_names(
   globals(),
   {
     't5x_lite.checkpoints.builders': ('StateBuilder',),
-    't5x_lite.checkpoints.checkpointer': (
+    't5x_lite.checkpoints.t5x.checkpointer': (
       'Checkpointer',
       'CheckpointerConstructor',
       'SaveBestCheckpointer',
@@ -46,7 +46,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     ),
     't5x_lite.checkpoints.event_metrics': ('populate_metrics_for_steps',),
     't5x_lite.checkpoints.layout': ('param_layout_fns',),
-    't5x_lite.checkpoints.legacy': (
+    't5x_lite.checkpoints.t5x.legacy': (
       'LegacyCheckpointManager',
       'LegacyCheckpointer',
       'create_checkpoint_manager_and_restore',
@@ -54,7 +54,7 @@ __getattr__, __dir__, __all__ = lazy_names(
       'get_fallback_state',
       'restore_checkpointer',
     ),
-    't5x_lite.checkpoints.loading': (
+    't5x_lite.checkpoints.t5x.loading': (
       'CheckpointTypes',
       'detect_checkpoint_type',
       'find_checkpoint',
@@ -70,7 +70,7 @@ __getattr__, __dir__, __all__ = lazy_names(
       'without_links',
     ),
     't5x_lite.checkpoints.manager': ('CheckpointManager',),
-    't5x_lite.checkpoints.manager_interface': (
+    't5x_lite.checkpoints.t5x.manager_interface': (
       'CheckpointManagerConstructor',
       'OrbaxCheckpointManagerInterface',
     ),

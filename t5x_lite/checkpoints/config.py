@@ -12,9 +12,9 @@ import functools
 from typing import Any
 
 from t5x_lite import checks
-from t5x_lite.checkpoints import checkpointer
-from t5x_lite.checkpoints import manager_interface
 from t5x_lite.checkpoints import options
+from t5x_lite.checkpoints.t5x import checkpointer
+from t5x_lite.checkpoints.t5x import manager_interface
 
 Checkpointer = checkpointer.Checkpointer
 OrbaxCheckpointManagerInterface = manager_interface.OrbaxCheckpointManagerInterface

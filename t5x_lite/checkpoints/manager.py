@@ -28,6 +28,7 @@ from t5x_lite import checks
 from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import multihost
+from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import choice
 from t5x_lite.checkpoints import commit as commit_lib
 from t5x_lite.checkpoints import discovery
@@ -40,12 +41,9 @@ from t5x_lite.checkpoints import restore as restore_lib
 from t5x_lite.checkpoints import retention
 from t5x_lite.checkpoints import spool as spool_lib
 from t5x_lite.checkpoints import state_io
-from t5x_lite.checkpoints import store_io
 from t5x_lite.checkpoints import transforms
 
 _logger = logging.getLogger(__name__)
-# Directories to which a manager of this process saves; two managers would delete each other's checkpoints.
-_saving_directories: set[str] = set()
 
 
 class CheckpointManager:
@@ -102,7 +100,11 @@ class CheckpointManager:
       self._lock = lock_lib.lock_model_dir(self._directory)
       # Without links: a link that is switched later would lead to a folder that is not locked.
       self._directory = self._lock.directory
-      _claim(self._directory, self._lock)
+      try:
+        self._lock.begin_saving()
+      except errors.DirectoryInUseError:
+        self._lock.release()
+        raise
       try:
         # Equal in all processes, which write into one temporary directory.
         number = int(multihost.broadcast_from_lead(np.int32(uuid.uuid4().int % 2**31)))
@@ -451,7 +453,7 @@ class CheckpointManager:
     # Arrays without elements are not stored; the manifest has their shapes.
     flat = {name: leaf for name, leaf in flat.items() if 0 not in leaf.shape}
     try:
-      parts = store_io.host_parts(state_io.snapshot(flat))
+      parts = array_io.host_parts(state_io.snapshot(flat))
     except Exception as e:
       raise self._save_error(step, e) from e
     return process_save.ProcessSave(
@@ -600,7 +602,7 @@ class CheckpointManager:
     if self._lock is not None:
       lock = self._lock
       self._lock = None
-      _saving_directories.discard(files.real_path(self._directory))
+      lock.end_saving()
       lock.release()
 
   def _join(self) -> None:
@@ -608,13 +610,3 @@ class CheckpointManager:
       self._thread.join()
       self._thread = None
       self._begun = None
-
-
-def _claim(directory: files.Path, lock: lock_lib.ModelDirLock) -> None:
-  name = files.real_path(directory)
-  if name in _saving_directories:
-    lock.release()
-    raise errors.DirectoryInUseError(
-      f'Another CheckpointManager of this process saves to {str(directory)!r}; close it first, or use that one.'
-    )
-  _saving_directories.add(name)

@@ -30,6 +30,7 @@ from t5x_lite import multihost
 from t5x_lite import untrusted
 from t5x_lite.checkpoints import discovery
 from t5x_lite.formatting import printable
+from t5x_lite.storage import open_folders
 
 FORMAT_VERSION = 1
 
@@ -371,7 +372,7 @@ def _problem_of_arrays(arrays: Mapping[str, Any], entries: Mapping[str, Any]) ->
     array_bytes = untrusted.num_bytes(entry['shape'], np.dtype(entry['dtype']))
     if array_bytes > _MAX_INLINE_BYTES:
       num_bytes += array_bytes
-  # Nothing else is compressed (`store_io`).
+  # Nothing else is compressed (`array_io`).
   stored = sum(
     entry['bytes']
     for name, entry in entries.items()
@@ -387,11 +388,6 @@ def _problem_of_arrays(arrays: Mapping[str, Any], entries: Mapping[str, Any]) ->
 
 
 # ---- Verification ----------------------------------------------------------------------------------------------------
-
-# Checkpoints verified by this process: path -> result of `os.stat` for each file. Avoids a second reading when a caller
-# first selects the newest intact checkpoint and then restores it.
-_verified: dict[str, dict[str, Any]] = {}
-
 
 def _stats(root: files.Path, names: Sequence[str]) -> dict[str, Any]:
   if files.is_remote(root):
@@ -457,7 +453,7 @@ def verify(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
       'Restore another checkpoint, or a copy of this one.'
     )
   if multihost.any_process(problem is not None):
-    _verified.pop(str(root), None)
+    _verified(root).pop(str(root), None)
     if problem is not None:
       raise errors.CheckpointDamagedError(problem)
     raise errors.of_other_process(
@@ -466,6 +462,14 @@ def verify(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
       )
     )
   return manifest
+
+
+def _verified(root: files.Path) -> dict[str, dict[str, Any]]:
+  """Return the verified checkpoints of a folder's run: path -> result of `_stats`.
+
+  Avoids a second reading when a caller first selects the newest intact checkpoint and then restores it.
+  """
+  return open_folders.folder_of(str(root)).verified
 
 
 def damage(root: files.Path) -> str | None:
@@ -508,7 +512,7 @@ def _find_damage(root: files.Path, manifest: Manifest, *, is_shared: bool = True
   if not problems:
     names = [discovery.MANIFEST_FILENAME, *manifest.files]
     before = _stats(root, names)
-    if _verified.get(str(root)) == before:
+    if _verified(root).get(str(root)) == before:
       return None
     if is_shared:
       share = sorted(manifest.files)[jax.process_index() :: jax.process_count()]
@@ -525,7 +529,7 @@ def _find_damage(root: files.Path, manifest: Manifest, *, is_shared: bool = True
           )
         )
     if not problems:
-      _verified[str(root)] = before
+      _verified(root)[str(root)] = before
       return None
   shown = '; '.join(map(printable, problems[:3]))
   if len(problems) > 3:

@@ -21,10 +21,10 @@ from t5x_lite import multihost
 from t5x_lite.checkpoints import choice
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import event_metrics
-from t5x_lite.checkpoints import loading
 from t5x_lite.checkpoints import manager
 from t5x_lite.checkpoints import options
 from t5x_lite.checkpoints import restore
+from t5x_lite.checkpoints import sources
 from t5x_lite.checkpoints import transforms
 from t5x_lite.networks.t5_config import StackConfig
 from t5x_lite.partitioning import BasePartitioner
@@ -170,7 +170,7 @@ def restore_train_state(
       axes = train_state_axes
     shardings = partitioner.get_shardings(axes).state_dict()
   restored = restore.restore_checkpoint(
-    loading.folder_of(path),
+    sources.folder_of(path),
     target,
     shardings=shardings,
     restore_cfg=restore_options,

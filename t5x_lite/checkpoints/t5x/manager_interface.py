@@ -7,13 +7,13 @@ import os
 from typing import Any, NoReturn, Protocol
 
 from t5x_lite import files
-from t5x_lite.checkpoints import checkpointer
 from t5x_lite.checkpoints import discovery
-from t5x_lite.checkpoints import loading
 from t5x_lite.checkpoints import options
 from t5x_lite.checkpoints import policies
 from t5x_lite.checkpoints import train_states
 from t5x_lite.checkpoints import transforms
+from t5x_lite.checkpoints.t5x import checkpointer
+from t5x_lite.checkpoints.t5x import loading
 from t5x_lite.partitioning import BasePartitioner
 from t5x_lite.train_state import TrainState
 

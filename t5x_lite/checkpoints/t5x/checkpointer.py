@@ -12,11 +12,11 @@ from t5x_lite import checks
 from t5x_lite import errors
 from t5x_lite import multihost
 from t5x_lite.checkpoints import discovery
-from t5x_lite.checkpoints import loading
 from t5x_lite.checkpoints import options
 from t5x_lite.checkpoints import train_states
 from t5x_lite.checkpoints import transforms
 from t5x_lite.checkpoints.builders import base
+from t5x_lite.checkpoints.t5x import loading
 from t5x_lite.compat import names as t5x_names
 from t5x_lite.partitioning import BasePartitioner
 from t5x_lite.train_state import TrainState
