@@ -11,7 +11,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.errors import ConfigError, Ending, did_you_mean
 from t5x_lite.runtime import cluster_environment as names
 
 if TYPE_CHECKING:
@@ -41,8 +41,7 @@ class Invocation(NamedTuple):
       joined its cluster.
     jax_flags: flags of the form `--jax_NAME=VALUE`.
     others: arguments after `--`.
-    describe_error: function of (process, exception) that returns the message for the log of several processes and the
-      exit status.
+    describe_error: function of (process, exception) that returns how the exception ends this one of several processes.
   """
 
   command: str
@@ -57,7 +56,7 @@ class Invocation(NamedTuple):
   distributed: str | None = None
   jax_flags: Sequence[str] = ()
   others: Sequence[str] = ()
-  describe_error: Callable[[int, BaseException], tuple[str, int]] | None = None
+  describe_error: Callable[[int, BaseException], Ending] | None = None
 
 
 def make_invocation(flags: Mapping[str, Any], **fields: Any) -> Invocation:
@@ -703,9 +702,9 @@ def _set_seqio_folders(flags: Any, configuration: Any) -> None:
   for flag, folder in named:
     if folder and '://' not in folder and not os.path.isdir(folder):
       logging.getLogger(__name__).warning('`%s` must be an existing folder, got %r.', flag, folder)
-  from t5x_lite.data import seqio_folders
+  from t5x_lite.data import seqio_import
 
-  seqio_folders.use_folders(data_dir, cache_dirs)
+  seqio_import.use_folders(data_dir, cache_dirs)
 
 
 def _check_same_on_all_processes(command: str, text: str) -> None:
