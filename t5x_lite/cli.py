@@ -10,7 +10,6 @@ exception keeps its traceback.
 import argparse
 from collections.abc import Collection, Iterator, Mapping, Sequence
 import contextlib
-import functools
 import gc
 import io
 import logging
@@ -370,9 +369,10 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> Invocation:
   if argv[0].startswith('--gin') and 'train' in program.commands:
     call = shlex.join([*program.call.split(), 'train', *argv])
     raise ConfigError(f'The command is missing. Did you mean `{call}`?')
+  whole = argv
 
   def describe_error(process: int, error: BaseException) -> Ending:
-    return _ending(error, argv, program, process)
+    return _ending(error, whole, program, process)
 
   command = program.commands.get(argv[0])
   others = []
