@@ -427,6 +427,13 @@ MUTANTS = (
     'tests/runtime/test_stop_requests.py::test_a_repeated_sigterm_is_one_request_and_sighup_none',
   ),
   Mutant(
+    'the_same_sigterm_kills_a_process_that_ends',
+    't5x_lite/runtime/preemption.py',
+    '    if not self._requests.is_repeated(number):',
+    '    if True:',
+    'tests/runtime/test_preemption.py::test_the_same_sigterm_does_not_replace_the_status_of_a_process_that_ends',
+  ),
+  Mutant(
     'a_signature_holds_for_every_key',
     't5x_lite/runtime/connections.py',
     "f'{key}\\n{value}'.encode()",
