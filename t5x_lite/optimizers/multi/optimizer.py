@@ -28,7 +28,6 @@ from t5x_lite.optimizers.base import state_dicts
 from t5x_lite.optimizers.base.param_scales import ParamScales
 from t5x_lite.optimizers.multi import parts as _multi_parts
 from t5x_lite.optimizers.multi import paths as _paths
-from t5x_lite.optimizers.multi import state_dict as _multi_state_dict
 from t5x_lite.types import LogicalAxes, Params
 
 _logger = logging.getLogger(__name__)
@@ -301,7 +300,7 @@ class MultiOptimizer(definition.OptimizerDef):
       return self._for_param_axes(self._param_axes, params).init_state(params)
     leaves = _paths.by_path(params)
     paths = self._select(tree_utils.unflatten_dict(leaves))
-    _multi_state_dict.check_reserved_names(leaves)
+    _multi_parts.check_reserved_names(leaves)
     self._log_selection(leaves, paths)
     parts = tuple(
       part.init_state(_paths.subtree(leaves, part_paths)).param_states
@@ -467,9 +466,7 @@ class MultiOptimizer(definition.OptimizerDef):
     state_dict = super().state_dict(
       target, definition.OptimizerState(step=state.step, param_states={})
     )
-    if param_states := _multi_state_dict.param_states_dict(
-      self._parts(state), _paths.by_path(target)
-    ):
+    if param_states := _multi_parts.param_states_dict(self._parts(state), _paths.by_path(target)):
       state_dict['state']['param_states'] = param_states
     return state_dict
 
@@ -482,7 +479,7 @@ class MultiOptimizer(definition.OptimizerDef):
       CheckpointError: a missing or unknown value; the message names its path and its part.
     """
     target = state_dicts.restore_from_state_dict(opt_target, state_dict, 'target')
-    step, parts = _multi_state_dict.restore_parts(
+    step, parts = _multi_parts.restore_parts(
       self._parts(opt_state),
       _paths.by_path(opt_target),
       self.state_dict(opt_target, opt_state)['state'],
@@ -494,11 +491,11 @@ class MultiOptimizer(definition.OptimizerDef):
 
   # ---- Helpers. ----
 
-  def _parts(self, state: definition.OptimizerState) -> list[_multi_state_dict.Part]:
+  def _parts(self, state: definition.OptimizerState) -> list[_multi_parts.Part]:
     """Return the parts with their states, each with the shared step."""
     param_states = state.param_states
     return [
-      _multi_state_dict.Part(
+      _multi_parts.Part(
         name=name,
         description=description,
         optimizer_def=optimizer_def,
