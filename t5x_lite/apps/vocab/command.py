@@ -138,7 +138,6 @@ def run_command(arguments: argparse.Namespace) -> int:
     },
   )
   from t5x_lite import data
-  from t5x_lite.apps.vocab import check as vocab_check
   from t5x_lite.apps.vocab import run as vocab
 
   def task_texts(name, max_examples):
@@ -174,11 +173,11 @@ def run_command(arguments: argparse.Namespace) -> int:
   vocabulary = data.SentencePieceVocabulary(arguments.model, arguments.extra_ids)
   for number, (name, by_feature) in enumerate(texts.items()):
     coverage = {
-      feature: vocab_check.check_vocabulary(vocabulary, found, lengths[feature])
+      feature: vocab.check_vocabulary(vocabulary, found, lengths[feature])
       for feature, found in by_feature.items()
     }
     title = f'{name}, {arguments.split}, in {vocabulary.vocab_size:,} ids'
-    show(('\n' if given or number else '') + vocab_check.describe_coverage(title, coverage))
+    show(('\n' if given or number else '') + vocab.describe_coverage(title, coverage))
   return ExitCode.OK
 
 
