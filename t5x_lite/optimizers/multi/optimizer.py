@@ -465,7 +465,9 @@ class MultiOptimizer(definition.OptimizerDef):
     state_dict = super().state_dict(
       target, definition.OptimizerState(step=state.step, param_states={})
     )
-    if param_states := _multi_parts.param_states_dict(self._parts(state), _multi_parts.by_path(target)):
+    if param_states := _multi_parts.param_states_dict(
+      self._parts(state), _multi_parts.by_path(target)
+    ):
       state_dict['state']['param_states'] = param_states
     return state_dict
 
