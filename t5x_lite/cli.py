@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 import types
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 import warnings
 
 import t5x_lite
@@ -30,6 +30,8 @@ from t5x_lite import runtime
 from t5x_lite import standard_streams
 from t5x_lite.apps.commands import COMMANDS
 from t5x_lite.apps.common.flags import Command
+from t5x_lite.apps.common.flags import Invocation
+from t5x_lite.apps.common.flags import make_invocation
 from t5x_lite.errors import ConfigError, Ending, ExitCode, StoppedOnSignalError, did_you_mean
 from t5x_lite.formatting import capitalized
 from t5x_lite.formatting import gin_flag
@@ -319,33 +321,29 @@ def _run(argv: Sequence[str], program: Program, handler: logging.Handler) -> int
     _parser(argv, program).print_help()
     return ExitCode.INVALID_INPUT
   try:
-    arguments = parse(argv, program)
+    invocation = parse(argv, program)
   except SystemExit as stop:  # After --help and --version.
     return int(stop.code or 0)
   if os.environ.get('XLA_FLAGS'):
     from t5x_lite import cli_platform
 
     cli_platform.check_xla_flags()
-  loggers = _set_log(handler, arguments)
-  arguments.describe_error = lambda process, error: _ending(error, argv, program, process)
+  flags = invocation.flags
+  loggers = _set_log(handler, flags)
   with contextlib.ExitStack() as stack:
-    if getattr(arguments, 'log_dir', None):
-      stack.enter_context(_log_file(arguments.log_dir, arguments.command, loggers, argv))
-    if arguments.log_level == 'debug':
+    if getattr(flags, 'log_dir', None):
+      stack.enter_context(_log_file(flags.log_dir, invocation.command, loggers, argv))
+    if flags.log_level == 'debug':
       stack.enter_context(runtime.log_compilations())
-    return program.commands[arguments.command].run(arguments)
+    return program.commands[invocation.command].run(invocation)
 
 
-def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespace:
+def parse(argv: Sequence[str], program: Program = T5X_LITE) -> Invocation:
   """Parse a command line.
 
   Args:
     argv: arguments without the program's name, beginning with a command.
     program: the program.
-
-  Returns:
-    Arguments of the command, with `command`, `entry` (see `commands.Command`), `gin_flags`, the flags of the forms
-    `--gin.NAME=VALUE` and `--gin_bindings=TEXT`, and `jax_flags`, those of the form `--jax_NAME=VALUE`.
 
   Raises:
     ConfigError: the command, a flag or an argument is unknown.
@@ -371,6 +369,10 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
   if argv[0].startswith('--gin') and 'train' in program.commands:
     call = shlex.join([*program.call.split(), 'train', *argv])
     raise ConfigError(f'The command is missing. Did you mean `{call}`?')
+
+  def describe_error(process: int, error: BaseException) -> Ending:
+    return _ending(error, argv, program, process)
+
   command = program.commands.get(argv[0])
   others = []
   passes_on = command is not None and command.passes_on
@@ -413,18 +415,20 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
     problem = f'{gin_flags[0]}: {arguments.command} has no gin configuration. Remove the flag.'
   if problem:
     raise ConfigError(problem)
-  arguments.entry = command.entry
-  if others:
+  if others and others[0] in program.commands:
     # A command of this program is started like this process.
     own = [sys.executable, '-m', program.name]
     if sys.flags.safe_path:
       own.insert(1, '-P')
-    if others[0] in program.commands:
-      others = [*own, *others]
-    arguments.others = others
-  arguments.gin_flags = gin_flags
-  arguments.jax_flags = jax_flags
-  return arguments
+    others = [*own, *others]
+  return make_invocation(
+    vars(arguments),
+    others=others or getattr(arguments, 'others', ()),
+    entry=command.entry,
+    gin_flags=gin_flags,
+    jax_flags=jax_flags,
+    describe_error=describe_error,
+  )
 
 
 def _options(parser: argparse.ArgumentParser, command: str) -> Mapping[str, argparse.Action]:
@@ -584,7 +588,7 @@ def _plain_messages(argv: Sequence[str]) -> Iterator[logging.Handler]:
         logging.getLogger(name).setLevel(levels.get(name, logging.NOTSET))
 
 
-def _set_log(handler: logging.Handler, arguments: argparse.Namespace) -> list[logging.Logger]:
+def _set_log(handler: logging.Handler, flags: Any) -> list[logging.Logger]:
   """Set levels of log lines by flags, and return the loggers whose lines are shown.
 
   Raises:
@@ -592,14 +596,14 @@ def _set_log(handler: logging.Handler, arguments: argparse.Namespace) -> list[lo
   """
   loggers = _our_loggers()
   for logger in loggers:
-    logger.setLevel(arguments.log_level.upper())
-  if getattr(arguments, 'showprefixforinfo', False):
+    logger.setLevel(flags.log_level.upper())
+  if getattr(flags, 'showprefixforinfo', False):
     raise ConfigError(
       '--showprefixforinfo must be false. Write --log_dir for a file of lines with time and place.'
     )
-  if not getattr(arguments, 'alsologtostderr', False):
-    handler.setLevel(getattr(arguments, 'stderrthreshold', logging.NOTSET))
-  if levels := getattr(arguments, 'logger_levels', {}):
+  if not getattr(flags, 'alsologtostderr', False):
+    handler.setLevel(getattr(flags, 'stderrthreshold', logging.NOTSET))
+  if levels := getattr(flags, 'logger_levels', {}):
     logging.root.addHandler(handler)
     loggers.append(logging.root)
   for name, level in levels.items():

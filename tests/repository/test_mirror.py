@@ -63,7 +63,6 @@ _TESTED_IN = {
   't5x_lite/checkpoints/choice.py': 'apps/common/test_start.py',
   't5x_lite/checkpoints/hugging_face/network.py': 'repository/test_finetune_recipes.py',
   't5x_lite/checkpoints/layout.py': 'apps/common/test_start.py',
-  't5x_lite/checkpoints/options.py': 'checkpoints/test_config.py',
   't5x_lite/checkpoints/process_save.py': 'checkpoints/test_store_save.py',
   't5x_lite/checkpoints/sources/base.py': 'checkpoints/sources/test_sources.py',
   't5x_lite/checkpoints/sources/hugging_face.py': 'checkpoints/sources/test_sources.py',
