@@ -100,7 +100,6 @@ _TESTED_IN = {
   't5x_lite/networks/t5_config.py': 'networks/test_t5.py',
   't5x_lite/notebook.py': 'apps/common/test_runs.py',
   't5x_lite/optimizers/base/scalars.py': 'optimizers/test_rates.py',
-  't5x_lite/optimizers/multi/paths.py': 'optimizers/multi/test_traversals.py',
   't5x_lite/optimizers/optax_adapter/calls.py': 'optimizers/optax_adapter/test_factories.py',
   't5x_lite/optimizers/optax_adapter/constructors.py': 'optimizers/test_rates.py',
   't5x_lite/optimizers/scaled_adam_rule/sizes.py': 'optimizers/scaled_adam_rule/test_transformation.py',
