@@ -118,8 +118,8 @@ MUTANTS = (
   ),
   Mutant(
     'a_run_follows_a_link_that_is_switched',
-    't5x_lite/apps/train/run.py',
-    '  cfg = dataclasses.replace(cfg, model_dir=checkpoints.without_links(cfg.model_dir))\n',
+    't5x_lite/apps/train/open_run.py',
+    '    cfg = dataclasses.replace(cfg, model_dir=checkpoints.without_links(cfg.model_dir))\n',
     '',
     'tests/apps/train/test_moved_folder.py::test_a_link_that_is_switched_changes_nothing',
   ),

@@ -372,7 +372,7 @@ MUTANTS = (
   ),
   Mutant(
     'a_save_is_not_told_to_the_launcher',
-    't5x_lite/apps/train/run.py',
+    't5x_lite/apps/train/open_run.py',
     "elif event.kind == 'save_committed':",
     'elif False:',
     'tests/multiprocess/test_faults.py::test_launch_restarts_all_from_the_newest_checkpoint',

@@ -58,7 +58,7 @@ _TESTED_IN = {
   't5x_lite/apps/plot/command.py': 'apps/plot/test_run.py',
   't5x_lite/apps/precompile/command.py': 'apps/precompile/test_run.py',
   't5x_lite/apps/train/command.py': 'apps/test_bad_input.py',
-  't5x_lite/apps/train/loop.py': 'apps/train/test_run.py',
+  't5x_lite/apps/train/open_run.py': 'apps/train/test_run.py',
   't5x_lite/checkpoints/builders/base.py': 'checkpoints/builders/test_chain.py',
   't5x_lite/checkpoints/choice.py': 'apps/common/test_start.py',
   't5x_lite/checkpoints/hugging_face/network.py': 'repository/test_finetune_recipes.py',
