@@ -32,7 +32,6 @@ from t5x_lite.apps.common import plan as plan_lib
 from t5x_lite.apps.common import report
 from t5x_lite.apps.common import start as start_lib
 from t5x_lite.apps.common import waiting
-from t5x_lite.apps.common.evaluations import EvaluationInterrupted
 from t5x_lite.apps.common.evaluations import RunEvaluations
 from t5x_lite.apps.common.evaluations import due_names
 from t5x_lite.apps.common.options import takes_options
@@ -184,12 +183,12 @@ def train(cfg: TrainConfig) -> tuple[int, TrainState]:
 
     def note(text: str) -> None:
       if signals.is_due():
-        raise EvaluationInterrupted
+        raise waiting.Interrupted
       watchdog.beat(trainer.step)
       events.tick()
       progress.note(text)
 
-    waits = waiting.DataWaits(signals, lambda doing: EvaluationInterrupted(), on_wait=on_wait)
+    waits = waiting.DataWaits(signals, on_wait=on_wait)
     run_evaluations = RunEvaluations(
       trainer=trainer,
       evaluations=run_data.evaluations,
@@ -221,11 +220,10 @@ def train(cfg: TrainConfig) -> tuple[int, TrainState]:
     train_batches = TrainBatches(
       batches,
       should_stop=signals.is_due,
-      ends_wait=lambda: signals.ends_waits,
+      waits=waits,
       facts={} if data_state is None else facts,
       first_step=first_step,
       max_batch_seconds=cfg.max_batch_seconds,
-      on_wait=on_wait,
       is_computing=is_computing,
       phase_fn=events.phase,
     )
