@@ -25,7 +25,7 @@ from t5x_lite.actions import ActionMode
 from t5x_lite.actions import Stop
 from t5x_lite.actions import run_actions
 from t5x_lite.apps.common import start as start_lib
-from t5x_lite.apps.common.evaluations import EvaluationInterrupted
+from t5x_lite.apps.common import waiting
 from t5x_lite.apps.common.plan import Stretch
 from t5x_lite.apps.train.batches import no_batch_error
 from t5x_lite.apps.train.compilation import StepCompilation
@@ -485,7 +485,7 @@ class TrainLoop:
         self._evaluated_at |= dict.fromkeys(names, run.trainer.step)
         if record_metrics and self.saves is not None:
           self.saves.record_metrics(run.trainer.step)
-      except EvaluationInterrupted:
+      except waiting.Interrupted:
         # The evaluation will be repeated, so actions must forget this one.
         actions_lib.set_actions_state(actions, remembered)
         is_interrupted = True

@@ -24,7 +24,6 @@ from t5x_lite.apps.common import parts as parts_lib
 from t5x_lite.apps.common import plan as plan_lib
 from t5x_lite.apps.common import start as start_lib
 from t5x_lite.apps.common import waiting
-from t5x_lite.apps.common.evaluations import EvaluationInterrupted
 from t5x_lite.apps.common.evaluations import RunEvaluations
 from t5x_lite.apps.train.batches import TrainBatches
 from t5x_lite.apps.train.compilation import log_compilation
@@ -50,6 +49,7 @@ class OpenRun(contextlib.AbstractContextManager):
     profiler: profiler of the configured steps.
     memory: memory of the devices.
     waits: waits for data before the first step.
+    loop_waits: waits for data of the loop, which a signal ends by `waiting.Interrupted`.
     start: starting point of the run.
     data: data of the run.
     facts: facts of the run that checkpoints record.
@@ -193,9 +193,7 @@ class OpenRun(contextlib.AbstractContextManager):
 
   def make_evaluations(self) -> None:
     """Make the evaluations, which a signal interrupts, and check the metrics of save policies."""
-    waits = waiting.DataWaits(
-      self.signals, lambda doing: EvaluationInterrupted(), on_wait=self._on_wait
-    )
+    self.loop_waits = waiting.DataWaits(self.signals, on_wait=self._on_wait)
     self.evaluations = RunEvaluations(
       trainer=self.trainer,
       evaluations=self.data.evaluations,
@@ -204,7 +202,7 @@ class OpenRun(contextlib.AbstractContextManager):
       note_fn=self._note_batch,
       compiling_fn=functools.partial(log_compilation, self.watchdog, self.progress),
       actions=self.cfg.actions_by_mode,
-      read_fn=waits.iterate,
+      read_fn=self.loop_waits.iterate,
     )
     self.stack.enter_context(contextlib.closing(self.evaluations))
     save_cfg = self.cfg.checkpoint_cfg.save
@@ -227,11 +225,10 @@ class OpenRun(contextlib.AbstractContextManager):
     self.batches = TrainBatches(
       batches,
       should_stop=self.signals.is_due,
-      ends_wait=lambda: self.signals.ends_waits,
+      waits=self.loop_waits,
       facts={} if data_state is None else self.facts,
       first_step=self.start.step,
       max_batch_seconds=self.cfg.max_batch_seconds,
-      on_wait=self._on_wait,
       is_computing=self._is_computing,
       phase_fn=self.events.phase,
     )
@@ -282,7 +279,7 @@ class OpenRun(contextlib.AbstractContextManager):
   def _note_batch(self, text: str) -> None:
     """Show that a batch of an evaluation follows."""
     if self.signals.is_due():
-      raise EvaluationInterrupted
+      raise waiting.Interrupted
     self.watchdog.beat(self.trainer.step)
     self.events.tick()
     self.progress.note(text)
