@@ -467,7 +467,7 @@ def _unknown_argument(
   if command == 'export' and flag in ('--to', '--format'):
     from t5x_lite.apps.convert import formats  # Only errors need it.
 
-    format_name = formats.OTHER_NAMES.get(value.lower(), value)
+    format_name = formats.other_names().get(value.lower(), value)
     if format_name not in formats.FORMATS:
       format_name = 'hugging_face'
     run = argv[1] if argv[1:2] and not argv[1].startswith('-') else 'runs/my_run'

@@ -62,8 +62,8 @@ MUTANTS = (
   Mutant(
     'a_checkpoint_is_not_named_by_its_index',
     't5x_lite/checkpoints/sources/detect.py',
-    'root.name in _INDEX_FILES and root.is_file()',
-    'root.name in _INDEX_FILES and root.is_dir()',
+    'root.name in index_files and root.is_file()',
+    'root.name in index_files and root.is_dir()',
     'tests/checkpoints/sources/test_sources.py::test_a_checkpoint_may_be_named_by_a_file_in_it',
   ),
   # Of folders for transformers, noticed by its recorded results.
