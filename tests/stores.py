@@ -662,14 +662,11 @@ def clear_client_caches() -> None:
     if protocol in ('gcs', 'gs', 's3'):
       filesystem.clear_instance_cache()
   if 't5x_lite.object_store' in sys.modules:
-    from t5x_lite import files
     from t5x_lite import object_store
+    from t5x_lite.storage import open_folders
 
-    object_store._file_system.cache_clear()
-    object_store._outages.clear()
-    object_store._reached.clear()
-    object_store.set_retry_seconds(300.0)
-    files._behind.clear()
+    object_store.connection.cache_clear()
+    open_folders.clear()
 
 
 _numbers = itertools.count()

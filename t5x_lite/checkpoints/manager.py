@@ -28,24 +28,22 @@ from t5x_lite import checks
 from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import multihost
+from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import choice
 from t5x_lite.checkpoints import commit as commit_lib
+from t5x_lite.checkpoints import config
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import lock as lock_lib
 from t5x_lite.checkpoints import manifest
-from t5x_lite.checkpoints import options
 from t5x_lite.checkpoints import policies
 from t5x_lite.checkpoints import process_save
 from t5x_lite.checkpoints import restore as restore_lib
 from t5x_lite.checkpoints import retention
 from t5x_lite.checkpoints import spool as spool_lib
 from t5x_lite.checkpoints import state_io
-from t5x_lite.checkpoints import store_io
 from t5x_lite.checkpoints import transforms
 
 _logger = logging.getLogger(__name__)
-# Directories to which a manager of this process saves; two managers would delete each other's checkpoints.
-_saving_directories: set[str] = set()
 
 
 class CheckpointManager:
@@ -60,7 +58,7 @@ class CheckpointManager:
     self,
     directory: discovery.PathLike,
     *,
-    save_cfg: options.SaveOptions | None = None,
+    save_cfg: config.SaveCheckpointConfig | None = None,
     spool_dir: str | None = None,
   ):
     """Open `directory`.
@@ -102,7 +100,11 @@ class CheckpointManager:
       self._lock = lock_lib.lock_model_dir(self._directory)
       # Without links: a link that is switched later would lead to a folder that is not locked.
       self._directory = self._lock.directory
-      _claim(self._directory, self._lock)
+      try:
+        self._lock.begin_saving()
+      except errors.DirectoryInUseError:
+        self._lock.release()
+        raise
       try:
         # Equal in all processes, which write into one temporary directory.
         number = int(multihost.broadcast_from_lead(np.int32(uuid.uuid4().int % 2**31)))
@@ -355,7 +357,7 @@ class CheckpointManager:
     target: transforms.StateDict,
     *,
     shardings: Any = None,
-    restore_cfg: options.RestoreOptions | None = None,
+    restore_cfg: config.RestoreCheckpointConfig | None = None,
     transformation_fns: Sequence[transforms.RestoreStateTransformationFn] = (),
     initial_state_fn: Callable[[], transforms.StateDict] | None = None,
   ) -> restore_lib.RestoredCheckpoint:
@@ -453,7 +455,7 @@ class CheckpointManager:
     # Arrays without elements are not stored; the manifest has their shapes.
     flat = {name: leaf for name, leaf in flat.items() if 0 not in leaf.shape}
     try:
-      parts = store_io.host_parts(state_io.snapshot(flat))
+      parts = array_io.host_parts(state_io.snapshot(flat))
     except Exception as e:
       raise self._save_error(step, e) from e
     return process_save.ProcessSave(
@@ -484,7 +486,7 @@ class CheckpointManager:
     return None
 
   @property
-  def _saving_options(self) -> options.SaveOptions:
+  def _saving_options(self) -> config.SaveCheckpointConfig:
     assert self._save_cfg is not None  # see `_check_can_save`
     return self._save_cfg
 
@@ -613,7 +615,7 @@ class CheckpointManager:
     if self._lock is not None:
       lock = self._lock
       self._lock = None
-      _saving_directories.discard(files.real_path(self._directory))
+      lock.end_saving()
       lock.release()
 
   def _join(self) -> None:
@@ -621,13 +623,3 @@ class CheckpointManager:
       self._thread.join()
       self._thread = None
       self._begun = None
-
-
-def _claim(directory: files.Path, lock: lock_lib.ModelDirLock) -> None:
-  name = files.real_path(directory)
-  if name in _saving_directories:
-    lock.release()
-    raise errors.DirectoryInUseError(
-      f'Another CheckpointManager of this process saves to {str(directory)!r}; close it first, or use that one.'
-    )
-  _saving_directories.add(name)

@@ -13,11 +13,11 @@ import jax
 from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import multihost
+from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import commit
 from t5x_lite.checkpoints import restore
 from t5x_lite.checkpoints import spool
 from t5x_lite.checkpoints import state_io
-from t5x_lite.checkpoints import store_io
 
 _logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class ProcessSave:
   """
 
   pending: commit.PendingCheckpoint
-  parts: store_io.HostParts
+  parts: array_io.HostParts
   data_state: Mapping[str, bytes] | None
   begin_fn: Callable[[commit.PendingCheckpoint], None]
   kept: spool.Spool | None
@@ -130,7 +130,7 @@ class ProcessSave:
   def _write(self, pending: commit.PendingCheckpoint) -> None:
     if self.data_state is not None:
       write_data_state(pending, self.data_state)
-    store_io.write_parts(pending.state, self.parts)
+    array_io.write_parts(pending.state, self.parts)
 
   def _barrier(self, name: str) -> None:
     state_io.barrier(f'{self.pending.final.name}-{self.pending.attempt}:{name}')

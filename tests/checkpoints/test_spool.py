@@ -11,10 +11,11 @@ from t5x_lite import checkpoints
 from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import object_store
+from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import commit
 from t5x_lite.checkpoints import retention
 from t5x_lite.checkpoints import spool
-from t5x_lite.checkpoints import store_io
+from t5x_lite.storage import open_folders
 
 _CFG = checkpoints.SaveCheckpointConfig()
 
@@ -27,7 +28,7 @@ def _keep(store, folder, step, monkeypatch):
   """Save `step`, which the store does not take; return the folder of the run in the spool folder."""
   monkeypatch.setattr(object_store, '_FIRST_PAUSE', 0.02)
   monkeypatch.setattr(object_store, '_LEAST_SECONDS', 0.2)
-  monkeypatch.setattr(object_store, '_retry_seconds', 0.2)
+  monkeypatch.setattr(object_store, 'RETRY_SECONDS', 0.2)
   with checkpoints.CheckpointManager(store.root, save_cfg=_CFG, spool_dir=str(folder)) as manager:
     with store.proxy.fault(name='checkpoint_', method='P', status=503):
       manager.save(step, _state(step))
@@ -35,7 +36,7 @@ def _keep(store, folder, step, monkeypatch):
         errors.SaveError, match=rf'step {step} .* kept in .*checkpoint_{step}.*--spool_dir'
       ):
         manager.wait()
-  monkeypatch.setattr(object_store, '_retry_seconds', 20.0)
+  monkeypatch.setattr(object_store, 'RETRY_SECONDS', 20.0)
   return folder / os.listdir(folder)[0]
 
 
@@ -65,10 +66,10 @@ def test_metrics_that_were_not_written(s3_store, tmp_path, monkeypatch):
     lines.append(b'{"step": 1}\n', at_once=True)
     files.write(f'{s3_store.root}/predictions-1.jsonl', 'text', behind=True)
     _keep(s3_store, tmp_path, 2, monkeypatch)
-    monkeypatch.setattr(object_store, '_retry_seconds', 0.2)
+    monkeypatch.setattr(object_store, 'RETRY_SECONDS', 0.2)
     with pytest.raises(OSError):
       lines.close()
-    files._behind.clear()  # the process ends
+    open_folders.clear()  # the process ends
   checkpoints.recover_spooled(str(tmp_path), s3_store.root)
   assert (files.path(s3_store.root) / 'train/metrics.jsonl').read_bytes() == b'{"step": 1}\n'
   assert (files.path(s3_store.root) / 'predictions-1.jsonl').read_text() == 'text'
@@ -98,7 +99,7 @@ def test_an_old_or_a_damaged_one_is_not_copied(s3_store, tmp_path, monkeypatch, 
 
 def test_a_copy_that_fails_is_tried_again(s3_store, tmp_path, monkeypatch):
   _keep(s3_store, tmp_path, 2, monkeypatch)
-  monkeypatch.setattr(object_store, '_retry_seconds', 0.2)
+  monkeypatch.setattr(object_store, 'RETRY_SECONDS', 0.2)
   with (
     s3_store.proxy.fault(name='manifest', method='P', status=503),
     pytest.raises(errors.CheckpointError, match='could not be copied .* Run the command again'),
@@ -142,7 +143,7 @@ def _write(kept, model_dir, number, check_fn=lambda: None):
   )
 
   def write(here):
-    store_io.write_one_by_one(here.state, arrays, arrays.__getitem__)
+    array_io.write_one_by_one(here.state, arrays, arrays.__getitem__)
     check_fn()
 
   return kept.write(pending, write, lambda name: None).name, pending

@@ -5,7 +5,7 @@ from tests.mutation.mutant import Mutant
 MUTANTS = (
   Mutant(
     'tensorstore_gets_a_path_that_it_misreads',
-    't5x_lite/checkpoints/store_io.py',
+    't5x_lite/checkpoints/array_io.py',
     'resolved = plain_paths.plain_path(os.path.realpath(directory))',
     'resolved = os.path.realpath(directory)',
     'tests/test_plain_paths.py::test_other_writers_and_formats',
@@ -110,10 +110,10 @@ MUTANTS = (
   ),
   Mutant(
     'a_listing_that_is_behind_makes_the_manifest',
-    't5x_lite/checkpoints/store_io.py',
+    't5x_lite/checkpoints/array_io.py',
     'missing = sorted(needed - found.keys())',
     'missing = sorted(set() - found.keys())',
-    'tests/checkpoints/test_store_io.py::test_a_listing_that_is_behind',
+    'tests/checkpoints/test_array_io.py::test_a_listing_that_is_behind',
   ),
   Mutant(
     'a_manifest_overtakes_metrics',
@@ -155,6 +155,6 @@ MUTANTS = (
     't5x_lite/checkpoints/commit.py',
     "return f'{discovery.ATTEMPT_PREFIX}{self.attempt}'",
     "return f'{discovery.ATTEMPT_PREFIX}1'",
-    'tests/checkpoints/test_store_io.py::test_each_attempt_has_separate_folders',
+    'tests/checkpoints/test_array_io.py::test_each_attempt_has_separate_folders',
   ),
 )
