@@ -10,7 +10,6 @@ exception keeps its traceback.
 import argparse
 from collections.abc import Collection, Iterator, Mapping, Sequence
 import contextlib
-import functools
 import gc
 import io
 import logging
@@ -19,7 +18,6 @@ import shlex
 import signal
 import sys
 import threading
-import traceback
 import types
 from typing import Any, NamedTuple, NoReturn
 import warnings
@@ -34,11 +32,10 @@ from t5x_lite.apps.commands import COMMANDS
 from t5x_lite.apps.common.flags import Command
 from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.apps.common.flags import make_invocation
-from t5x_lite.errors import ConfigError, ExitCode, StoppedOnSignalError, did_you_mean
+from t5x_lite.errors import ConfigError, Ending, ExitCode, StoppedOnSignalError, did_you_mean
 from t5x_lite.formatting import capitalized
 from t5x_lite.formatting import gin_flag
 from t5x_lite.formatting import printable
-from t5x_lite.formatting import show
 
 # Third-party packages with log lines at start-up that users do not need; errors are still shown.
 _NOISY_LOGGERS = (
@@ -79,8 +76,6 @@ _QUIET_ENVIRONMENT = {
 }
 # Commands that compute for long.
 _COMPUTING = ('train', 'eval', 'infer')
-# Exit status that shells report after SIGINT.
-_INTERRUPTED = 128 + signal.SIGINT
 _LOG_LEVELS = ('debug', 'info', 'warning', 'error')
 _EPILOG = """\
 commands (each has a --help):
@@ -165,62 +160,46 @@ def main(argv: Sequence[str] | None = None, program: Program = T5X_LITE) -> int:
         status = int(_run(argv, program, handler))
       if sys.stdout is not None:
         sys.stdout.flush()  # A result that cannot be written is an error.
-    except KeyboardInterrupt as error:
-      status = _report_in_cluster(error)
-      if status is None:
-        print(f'{program.name}: interrupted.', file=sys.stderr)
-        status = _INTERRUPTED
-    except SystemExit as error:  # Of user code.
-      status = _report_in_cluster(error)
-      if status is None:
-        raise
-    except Exception as error:
-      status = _report_in_cluster(error)
-      if status is None:
-        status = _report(error, argv, program)
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+      status = _end(error, argv, program)
       if status is None:
         raise
     return status
 
 
-def _report_in_cluster(error: BaseException) -> int | None:
-  """Report an error to the other processes of a run and return the exit status; None for a process that is alone.
+def _end(error: BaseException, argv: Sequence[str], program: Program) -> int | None:
+  """Print how an error ends the command, and return the exit status; None for an error that Python prints.
 
-  Of errors that all processes have, only one is printed.
+  Of errors that all processes of a run have, only one is printed.
   """
   monitor = sys.modules.get('t5x_lite.runtime.monitor')  # JAX need not be imported.
   monitor = monitor and monitor.current_monitor()
-  if monitor is None:
-    return None
-  if isinstance(error, StoppedOnSignalError) and monitor.stops.has_agreed:
+  if monitor is not None:
+    if not isinstance(error, StoppedOnSignalError) or not monitor.stops.has_agreed:
+      return monitor.report(error).status
+    ending = monitor.describe_fn(error)
     if monitor.process == 0:
-      show(monitor.describe_fn(error)[0], file=sys.stderr)
-    return int(error.exit_code)
-  return monitor.report(error).status
+      ending.show()
+    return ending.status
+  # The broken pipe may be another one, e.g. of a data source.
+  if isinstance(error, BrokenPipeError) and standard_streams.reader_is_gone(sys.stdout):
+    return int(ExitCode.OK)
+  ending = _ending(error, argv, program)
+  if ending.is_defect or isinstance(error, SystemExit):
+    return None
+  ending.show()
+  return ending.status
 
 
-def _describe(
-  process: int, error: BaseException, argv: Sequence[str], program: Program
-) -> tuple[str, int]:
-  """Return the message of an error for the log of several processes, and the exit status."""
+def _ending(
+  error: BaseException, argv: Sequence[str], program: Program, process: int | None = None
+) -> Ending:
+  """Return how an error ends the command, in one of several processes of a run if it has an index."""
   from t5x_lite import cli_errors
 
-  who = f'{program.name}: [process {process}] '
-  if isinstance(error, KeyboardInterrupt):
-    return f'{who}interrupted.', _INTERRUPTED
-  if isinstance(error, SystemExit):
-    status = ExitCode.ERROR.value
-    if isinstance(error.code, int) and error.code != 0:
-      status = error.code
-    return f'{who}error: your code called sys.exit({error.code!r}).', status
-  report = cli_errors.report(error, _own_paths(program))
-  trace = ''.join(traceback.format_exception(error))
-  if report is None:
-    message = f'{trace}{who}error: an exception in the code of {program.name}, see above.'
-    return message, ExitCode.ERROR
-  if not _shows_tracebacks(argv):
-    trace = ''
-  return masking.masked_text(f'{trace}{who}{report.message}', argv), int(report.exit_code)
+  return cli_errors.ending(
+    error, name=program.name, own_paths=_own_paths(program), argv=argv, process=process
+  )
 
 
 @contextlib.contextmanager
@@ -307,9 +286,10 @@ def run_program(may_restart: bool = False) -> NoReturn:
   compat.set_up_process(folder)
   try:
     status = main()
-  except Exception:  # An error of this package's code.
-    show(traceback.format_exc().rstrip('\n'), file=sys.stderr)
-    status = 1
+  except Exception as error:  # Of this package's code.
+    ending = _ending(error, sys.argv, T5X_LITE)
+    ending.show()
+    status = ending.status
   if 't5x_lite.runtime.cluster' in sys.modules:
     sys.modules['t5x_lite.runtime.cluster'].end(status)
   # Python would wait for threads of a stalled source, and of a run that ended while its step was compiled. Everything
@@ -321,28 +301,6 @@ def run_program(may_restart: bool = False) -> NoReturn:
         stream.flush()
     os._exit(status)
   sys.exit(status)
-
-
-def _report(error: Exception, argv: Sequence[str], program: Program) -> int | None:
-  """Print the message of an error and return the exit status; None for an error of this package's code."""
-  # The broken pipe may be another one, e.g. of a data source.
-  if isinstance(error, BrokenPipeError) and standard_streams.reader_is_gone(sys.stdout):
-    return int(ExitCode.OK)
-  from t5x_lite import cli_errors
-
-  report = cli_errors.report(error, _own_paths(program))
-  if report is None:
-    return None
-  if _shows_tracebacks(argv):
-    trace = traceback.format_exc().rstrip('\n')
-    show(masking.masked_text(trace, argv), file=sys.stderr)
-  message = masking.masked_text(report.message, argv)
-  show(f'{program.name}: {message}', file=sys.stderr)
-  return int(report.exit_code)
-
-
-def _shows_tracebacks(argv: Sequence[str]) -> bool:
-  return '--debug' in argv or os.environ.get('T5X_LITE_DEBUG', '0') not in ('', '0')
 
 
 def _own_paths(program: Program) -> list[str]:
@@ -411,7 +369,11 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> Invocation:
   if argv[0].startswith('--gin') and 'train' in program.commands:
     call = shlex.join([*program.call.split(), 'train', *argv])
     raise ConfigError(f'The command is missing. Did you mean `{call}`?')
-  describe_error = functools.partial(_describe, argv=argv, program=program)
+  whole = argv
+
+  def describe_error(process: int, error: BaseException) -> Ending:
+    return _ending(error, whole, program, process)
+
   command = program.commands.get(argv[0])
   others = []
   passes_on = command is not None and command.passes_on
@@ -507,7 +469,7 @@ def _unknown_argument(
   if command == 'export' and flag in ('--to', '--format'):
     from t5x_lite.apps.convert import formats  # Only errors need it.
 
-    format_name = formats.OTHER_NAMES.get(value.lower(), value)
+    format_name = formats.other_names().get(value.lower(), value)
     if format_name not in formats.FORMATS:
       format_name = 'hugging_face'
     run = argv[1] if argv[1:2] and not argv[1].startswith('-') else 'runs/my_run'

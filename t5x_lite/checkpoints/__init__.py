@@ -11,9 +11,9 @@ __getattr__, __dir__, __all__ = lazy_names(
   globals(),
   {
     't5x_lite.checkpoints.builders': ('StateBuilder',),
-    't5x_lite.checkpoints.checkpointer': (
+    't5x_lite.checkpoints.t5x.checkpointer': (
       'Checkpointer',
-      'CheckpointerConstructor',
+      'OrbaxCheckpointManagerInterface',
       'SaveBestCheckpointer',
     ),
     't5x_lite.checkpoints.choice': (
@@ -24,6 +24,8 @@ __getattr__, __dir__, __all__ = lazy_names(
     't5x_lite.checkpoints.commit': ('remove_dataset_checkpoint',),
     't5x_lite.checkpoints.config': (
       'CheckpointConfig',
+      'CheckpointManagerConstructor',
+      'CheckpointerConstructor',
       'RestoreCheckpointConfig',
       'SaveCheckpointConfig',
       'check_standard',
@@ -46,7 +48,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     ),
     't5x_lite.checkpoints.event_metrics': ('populate_metrics_for_steps',),
     't5x_lite.checkpoints.layout': ('param_layout_fns',),
-    't5x_lite.checkpoints.legacy': (
+    't5x_lite.checkpoints.t5x.legacy': (
       'LegacyCheckpointManager',
       'LegacyCheckpointer',
       'create_checkpoint_manager_and_restore',
@@ -54,7 +56,7 @@ __getattr__, __dir__, __all__ = lazy_names(
       'get_fallback_state',
       'restore_checkpointer',
     ),
-    't5x_lite.checkpoints.loading': (
+    't5x_lite.checkpoints.t5x.loading': (
       'CheckpointTypes',
       'detect_checkpoint_type',
       'find_checkpoint',
@@ -70,10 +72,6 @@ __getattr__, __dir__, __all__ = lazy_names(
       'without_links',
     ),
     't5x_lite.checkpoints.manager': ('CheckpointManager',),
-    't5x_lite.checkpoints.manager_interface': (
-      'CheckpointManagerConstructor',
-      'OrbaxCheckpointManagerInterface',
-    ),
     't5x_lite.checkpoints.manifest': (
       'Manifest',
       'read as read_manifest',
@@ -116,6 +114,7 @@ __getattr__, __dir__, __all__ = lazy_names(
       'T5xNativeWriter',
       'detect_format',
       'open_source',
+      'register_state_source',
     ),
     't5x_lite.checkpoints.spool': ('recover as recover_spooled',),
     't5x_lite.checkpoints.train_states': (

@@ -62,8 +62,8 @@ MUTANTS = (
   Mutant(
     'a_checkpoint_is_not_named_by_its_index',
     't5x_lite/checkpoints/sources/detect.py',
-    'root.name in _INDEX_FILES and root.is_file()',
-    'root.name in _INDEX_FILES and root.is_dir()',
+    'root.name in index_files and root.is_file()',
+    'root.name in index_files and root.is_dir()',
     'tests/checkpoints/sources/test_sources.py::test_a_checkpoint_may_be_named_by_a_file_in_it',
   ),
   # Of folders for transformers, noticed by its recorded results.
@@ -118,8 +118,8 @@ MUTANTS = (
   ),
   Mutant(
     'a_run_follows_a_link_that_is_switched',
-    't5x_lite/apps/train/run.py',
-    '  cfg = dataclasses.replace(cfg, model_dir=checkpoints.without_links(cfg.model_dir))\n',
+    't5x_lite/apps/train/open_run.py',
+    '    cfg = dataclasses.replace(cfg, model_dir=checkpoints.without_links(cfg.model_dir))\n',
     '',
     'tests/apps/train/test_moved_folder.py::test_a_link_that_is_switched_changes_nothing',
   ),
@@ -132,7 +132,7 @@ MUTANTS = (
   ),
   Mutant(
     'a_folder_that_is_renamed_is_made_again',
-    't5x_lite/checkpoints/store_io.py',
+    't5x_lite/checkpoints/array_io.py',
     'yield _OPEN_FILES / str(fd) / directory.name',
     'yield directory',
     'tests/checkpoints/test_manager.py::test_a_folder_that_is_renamed_while_it_is_written_is_not_made_again',
@@ -210,8 +210,8 @@ MUTANTS = (
   Mutant(
     'verified_once_verified_for_ever',
     't5x_lite/checkpoints/manifest.py',
-    'if _verified.get(str(root)) == before:',
-    'if str(root) in _verified:',
+    'if _verified(root).get(str(root)) == before:',
+    'if str(root) in _verified(root):',
     'tests/checkpoints/test_manifest.py::test_damage_after_a_first_check_is_found_too',
   ),
   Mutant(
@@ -353,14 +353,14 @@ MUTANTS = (
     't5x_lite/checkpoints/train_states.py',
     'files.path(path).exists() and',
     'False and',
-    'tests/checkpoints/test_checkpointer.py::test_save_keeps_what_exists_and_deletes_only_own_checkpoints',
+    'tests/checkpoints/t5x/test_checkpointer.py::test_save_keeps_what_exists_and_deletes_only_own_checkpoints',
   ),
   Mutant(
     'save_best_keeps_the_newest',
     't5x_lite/checkpoints/train_states.py',
     '        if math.isfinite(value):\n          writer.record_metrics(known, {name: value})',
     '        del known, value',
-    'tests/checkpoints/test_checkpointer.py::test_the_best_checkpoints_by_the_events_of_the_run_are_kept',
+    'tests/checkpoints/t5x/test_checkpointer.py::test_the_best_checkpoints_by_the_events_of_the_run_are_kept',
   ),
   Mutant(
     'commands_ignore_a_custom_checkpointer',

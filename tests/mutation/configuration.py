@@ -26,9 +26,9 @@ MUTANTS = (
   ),
   Mutant(
     'errors_control_the_terminal',
-    't5x_lite/cli.py',
-    "  show(f'{program.name}: {message}', file=sys.stderr)",
-    "  print(f'{program.name}: {message}', file=sys.stderr)",
+    't5x_lite/errors.py',
+    '      show(self.text, file=sys.stderr, flush=True)',
+    '      print(self.text, file=sys.stderr, flush=True)',
     'tests/apps/test_untrusted_texts.py::test_names_in_a_configuration',
   ),
   Mutant(

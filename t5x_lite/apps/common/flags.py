@@ -11,7 +11,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.errors import ConfigError, Ending, did_you_mean
 from t5x_lite.runtime import cluster_environment as names
 
 if TYPE_CHECKING:
@@ -40,8 +40,7 @@ class Invocation(NamedTuple):
     distributed: one of `cluster_environment.MODES`; None for a command that does not compute, or if the process has
       joined its cluster.
     jax_flags: flags of the form `--jax_NAME=VALUE`.
-    describe_error: function of (process, exception) that returns the message for the log of several processes and the
-      exit status.
+    describe_error: function of (process, exception) that returns how the exception ends this one of several processes.
   """
 
   command: str
@@ -55,7 +54,7 @@ class Invocation(NamedTuple):
   compilation_cache_dir: str | None = NO_CACHE
   distributed: str | None = None
   jax_flags: Sequence[str] = ()
-  describe_error: Callable[[int, BaseException], tuple[str, int]] | None = None
+  describe_error: Callable[[int, BaseException], Ending] | None = None
 
 
 def make_invocation(flags: Mapping[str, Any], **fields: Any) -> Invocation:
@@ -699,9 +698,9 @@ def _set_seqio_folders(flags: Any, configuration: Any) -> None:
   for flag, folder in named:
     if folder and '://' not in folder and not os.path.isdir(folder):
       logging.getLogger(__name__).warning('`%s` must be an existing folder, got %r.', flag, folder)
-  from t5x_lite.data import seqio_folders
+  from t5x_lite.data import seqio_import
 
-  seqio_folders.use_folders(data_dir, cache_dirs)
+  seqio_import.use_folders(data_dir, cache_dirs)
 
 
 def _check_same_on_all_processes(command: str, text: str) -> None:
