@@ -13,7 +13,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     't5x_lite.checkpoints.builders': ('StateBuilder',),
     't5x_lite.checkpoints.t5x.checkpointer': (
       'Checkpointer',
-      'CheckpointerConstructor',
+      'OrbaxCheckpointManagerInterface',
       'SaveBestCheckpointer',
     ),
     't5x_lite.checkpoints.choice': (
@@ -24,6 +24,8 @@ __getattr__, __dir__, __all__ = lazy_names(
     't5x_lite.checkpoints.commit': ('remove_dataset_checkpoint',),
     't5x_lite.checkpoints.config': (
       'CheckpointConfig',
+      'CheckpointManagerConstructor',
+      'CheckpointerConstructor',
       'RestoreCheckpointConfig',
       'SaveCheckpointConfig',
       'check_standard',
@@ -70,10 +72,6 @@ __getattr__, __dir__, __all__ = lazy_names(
       'without_links',
     ),
     't5x_lite.checkpoints.manager': ('CheckpointManager',),
-    't5x_lite.checkpoints.t5x.manager_interface': (
-      'CheckpointManagerConstructor',
-      'OrbaxCheckpointManagerInterface',
-    ),
     't5x_lite.checkpoints.manifest': (
       'Manifest',
       'read as read_manifest',
@@ -116,6 +114,7 @@ __getattr__, __dir__, __all__ = lazy_names(
       'T5xNativeWriter',
       'detect_format',
       'open_source',
+      'register_state_source',
     ),
     't5x_lite.checkpoints.spool': ('recover as recover_spooled',),
     't5x_lite.checkpoints.train_states': (

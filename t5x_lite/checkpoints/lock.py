@@ -117,6 +117,16 @@ class ModelDirLock:
         str(self.directory),
       )
 
+  @property
+  def is_away(self) -> bool:
+    """True if the directory was moved or unmounted; False if it is there or was deleted, and in an object store."""
+    try:
+      self.check_folder()
+    except OSError:
+      # The files of a deleted directory have no name any more.
+      return self._fd is None or os.fstat(self._fd).st_nlink > 0
+    return False
+
   def release(self) -> None:
     """Release the lock once; the last release frees the directory, and further calls do nothing."""
     folder = open_folders.open_folder(str(self.directory))

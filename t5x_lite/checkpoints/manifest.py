@@ -389,6 +389,7 @@ def _problem_of_arrays(arrays: Mapping[str, Any], entries: Mapping[str, Any]) ->
 
 # ---- Verification ----------------------------------------------------------------------------------------------------
 
+
 def _stats(root: files.Path, names: Sequence[str]) -> dict[str, Any]:
   if files.is_remote(root):
     return dict(

@@ -35,27 +35,23 @@ def takes_options(
   >>> inspect.signature(greet), greet(name='you')
   (<Signature (*, name: str = 'world') -> str>, 'Hello you')
   """
-  signature = inspect.signature(config_cls)
-  parameters = sorted(signature.parameters.values(), key=_has_default)
-  types = {each.name: each.annotation for each in parameters}
+  fields = inspect.signature(config_cls).parameters.values()
+  parameters = sorted(fields, key=lambda field: field.default is not field.empty)
 
   def decorate(function: Callable[[_Config], _Result]) -> Callable[_Options, _Result]:
     def call(*args: _Options.args, **options: _Options.kwargs) -> _Result:
       return function(config_cls(*args, **options))
 
-    returned = function.__annotations__['return']
+    signature = inspect.signature(function).replace(parameters=parameters)
     made: Any = functools.update_wrapper(call, function)
-    made.__signature__ = inspect.Signature(parameters, return_annotation=returned)
-    made.__annotations__ = {**types, 'return': returned}
+    made.__signature__ = signature
+    made.__annotations__ = {field.name: field.annotation for field in parameters}
+    made.__annotations__['return'] = signature.return_annotation
     made.__doc__ = _with_arguments(inspect.getdoc(function) or '', config_cls)
     del made.__wrapped__  # gin would read the arguments of `function`
     return made
 
   return decorate
-
-
-def _has_default(parameter: inspect.Parameter) -> bool:
-  return parameter.default is not parameter.empty
 
 
 def _with_arguments(doc: str, config_cls: Any) -> str:

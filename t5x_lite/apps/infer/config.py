@@ -37,27 +37,6 @@ _ONE_CHECKPOINT = checks.Expectation(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shard:
-  """Worker `shard_id` of `num_shards`: it processes each batch b of a source with b % num_shards = shard_id."""
-
-  shard_id: int = 0
-  num_shards: int = 1
-
-  def __post_init__(self) -> None:
-    checks.check(
-      'infer',
-      vars(self),
-      num_shards=checks.number(at_least=1, integer=True),
-      shard_id=checks.number(
-        at_least=0,
-        below=self.num_shards,
-        integer=True,
-        remedy='Start one worker per shard, each with --shard_id.',
-      ),
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class InferConfig:
   """Options of `infer`.
 
@@ -148,13 +127,26 @@ class InferConfig:
         ('targets', 'inputs'), 'For another vocabulary, set a write_fn that knows it.'
       ),
     )
-    _shard(self.shard_id, self.num_shards)  # raises for an invalid one
+    shard_id = self.shard_id
+    if shard_id is None and self.num_shards == 1:
+      shard_id = 0
+    checks.check(
+      'infer',
+      {'num_shards': self.num_shards, 'shard_id': shard_id},
+      num_shards=checks.number(at_least=1, integer=True),
+      shard_id=checks.number(
+        at_least=0,
+        below=self.num_shards,
+        integer=True,
+        remedy='Start one worker per shard, each with --shard_id.',
+      ),
+    )
     self.partitioner.get_data_layout(self.dataset_cfg.batch_size)  # raises for an invalid size
 
-  @functools.cached_property
-  def shard(self) -> Shard:
-    """`shard_id` and `num_shards`."""
-    return _shard(self.shard_id, self.num_shards)
+  @property
+  def shard(self) -> int:
+    """`shard_id`, where None is the only worker. It processes each batch b of a source with b % num_shards = shard."""
+    return self.shard_id or 0
 
   @functools.cached_property
   def layout(self) -> partitioning.DataLayout:
@@ -172,8 +164,8 @@ class InferConfig:
     return ResultPaths(
       folder=files.path(self.output_dir),
       name=name,
-      shard_id=self.shard.shard_id,
-      num_shards=self.shard.num_shards,
+      shard_id=self.shard,
+      num_shards=self.num_shards,
       has_plain_name=self.output_file is not None,
     )
 
@@ -197,14 +189,6 @@ class InferConfig:
     if self.output_vocab_feature_name != 'targets':
       identity['output_vocab_feature_name'] = self.output_vocab_feature_name
     return identity | builders.identity(self.restore_checkpoint_cfg)
-
-
-def _shard(shard_id: int | None, num_shards: int) -> Shard:
-  """Return the worker of two options of `infer`; `shard_id` may be None for the only worker."""
-  options: dict[str, Any] = {'shard_id': shard_id, 'num_shards': num_shards}
-  if options == {'shard_id': None, 'num_shards': 1}:
-    options['shard_id'] = 0
-  return Shard(**options)
 
 
 def _checkpoint_identity(path: str | None, step: int) -> dict[str, Any]:

@@ -251,7 +251,7 @@ def update_measurement_series(series_name: str, step: int, value: float) -> None
 def _check_workers(cfg: InferConfig) -> None:
   """Raise if the processes of a cluster have different shards, which are separate runs."""
   if cfg.num_shards > 1 and multihost.any_process(
-    bool(multihost.broadcast_from_lead(np.int32(cfg.shard.shard_id)) != cfg.shard.shard_id)
+    bool(multihost.broadcast_from_lead(np.int32(cfg.shard)) != cfg.shard)
   ):
     raise ConfigError(
       f'The {jax.process_count()} processes of a cluster must have the same shard_id, got '
@@ -382,7 +382,7 @@ class _Counter:
       self._total = 0
     else:
       self._total = num_shard_examples(
-        source.num_examples, cfg.layout.batch_size, cfg.shard.shard_id, cfg.shard.num_shards
+        source.num_examples, cfg.layout.batch_size, cfg.shard, cfg.num_shards
       )
     self.done = done
     self._first = done

@@ -330,7 +330,11 @@ def test_evaluations_that_are_due_when_the_end_of_the_data_is_found_are_made():
     'last': evaluation.When(at_end=True),
     'other': evaluation.When(),
   }
-  batches = types.SimpleNamespace(reached_end=lambda: True)
-  start = types.SimpleNamespace(resumes=True, step=15)
-  facts = {'start_step': 0, 'evaluation_due': ['periodic']}
-  assert run._find_end(math.inf, batches, facts, start, whens) == (15, ('periodic', 'last'))
+  resumed = types.SimpleNamespace(
+    cfg=types.SimpleNamespace(whens=whens),
+    start=types.SimpleNamespace(resumes=True, step=15),
+    facts={'start_step': 0, 'evaluation_due': ['periodic']},
+    last_step=math.inf,
+    batches=types.SimpleNamespace(reached_end=lambda: True),
+  )
+  assert run._find_end(resumed) == (15, ('periodic', 'last'))
