@@ -811,7 +811,7 @@ MUTANTS = (
   Mutant(
     'lost_records_are_the_end_of_the_data',
     't5x_lite/data/global_batches.py',
-    'if self._num_read >= self._num_queued:',
+    'if not self._num_to_drop:',
     'if True:',
     'tests/data/test_global_batches.py::test_fewer_batches_than_were_used_are_an_error',
   ),

@@ -195,7 +195,7 @@ def test_a_source_that_stalls_is_waited_for_once_and_closed_when_the_stall_ends(
   )
   batches.close()
   if at is None:
-    assert closed == [threading.current_thread()] and timeouts == [_PATIENCE_SECONDS]
+    assert closed == [thread] and timeouts == [_PATIENCE_SECONDS]
     return
   assert not closed and timeouts == [_STALLED_CLOSE_SECONDS]
   stall.released.set()
@@ -237,6 +237,20 @@ def test_an_error_that_stays_ends_and_the_position_is_known(expected, delays, ha
   with resumed:
     resumed.set_state(state)
     np.testing.assert_array_equal(_ids(next(resumed)), expected[6])
+
+
+def test_a_save_and_the_end_do_not_wait_for_a_retry(expected, monkeypatch, caplog):
+  monkeypatch.setattr(global_batches, '_FIRST_DELAY_SECONDS', 600.0)
+  batches, _ = _batches(_Raise(3, OSError('gone'), times=1), False, num_retries=1)
+  with batches:
+    next(batches), next(batches)
+    while not caplog.records:  # of the retry
+      time.sleep(0.01)
+    state = batches.get_state()
+  resumed, _ = _batches(lambda number: None, False)
+  with resumed:
+    resumed.set_state(state)
+    np.testing.assert_array_equal(_ids(next(resumed)), expected[2])
 
 
 def test_programming_errors_and_unknown_positions_are_not_retried(delays):
