@@ -91,6 +91,10 @@ class Lease:
     if self._lost is not None:
       raise self._lost
 
+  def check_writing(self) -> None:
+    """Do the same as `check`, before each attempt to write a file below the folder."""
+    self.check()
+
   def release(self) -> None:
     """Stop renewing and delete the lease's object."""
     self._stopped.set()

@@ -10,7 +10,7 @@ from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import object_store
 from t5x_lite.checkpoints import array_io
-from t5x_lite.checkpoints import commit
+from t5x_lite.checkpoints import folders
 from t5x_lite.checkpoints import retention
 from t5x_lite.checkpoints import spool
 from t5x_lite.storage import open_folders
@@ -131,8 +131,7 @@ def test_an_earlier_save_does_not_replace_a_later_one(tmp_path):
   kept = spool.Spool(str(tmp_path / 'spool'), tmp_path / 'run')
 
   def save(number):
-    return commit.new_save(
-      tmp_path / 'run',
+    return folders.model_folder(tmp_path / 'run').new_save(
       10 * number,
       f'0000abcd-{number}',
       arrays={'w': {'shape': [300, 300], 'dtype': 'float32'}},

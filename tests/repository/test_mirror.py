@@ -61,6 +61,8 @@ _TESTED_IN = {
   't5x_lite/apps/train/loop.py': 'apps/train/test_run.py',
   't5x_lite/checkpoints/builders/base.py': 'checkpoints/builders/test_chain.py',
   't5x_lite/checkpoints/choice.py': 'apps/common/test_start.py',
+  't5x_lite/checkpoints/folders/base.py': 'checkpoints/folders/test_disk.py',
+  't5x_lite/checkpoints/folders/store.py': 'checkpoints/test_store_save.py',
   't5x_lite/checkpoints/hugging_face/model_card.py': 'checkpoints/hugging_face/test_writer.py',
   't5x_lite/checkpoints/hugging_face/network.py': 'repository/test_finetune_recipes.py',
   't5x_lite/checkpoints/layout.py': 'apps/common/test_start.py',
