@@ -10,7 +10,7 @@ resident memory of a process: `libraries`, the imports of the libraries alone; `
 small with `runs/pretrain.gin`, of which each pair has its own folder and cache: `pretrain`, three steps;
 `pretrain_again`, the same in a new folder when the cache is filled; `resume`, one more step; `other_layout`, one more
 step from a checkpoint in the other parameter layout; `convert` to a Hugging Face folder. The other phases measure the
-same model (`common.t5_small`) in a process that is set up before.
+same model (`common.t5_small`) in a process that is set up before, whose peak memory `save` has too.
 """
 
 import argparse
@@ -289,6 +289,7 @@ def _save() -> Iterator[Measured]:
       'save, blocking, s': blocking,
       'save, until committed, s': committed,
       'restore, s': restored,
+      'save, peak memory, MB': common.peak_memory_mb(),
     }
 
 

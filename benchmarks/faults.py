@@ -235,6 +235,8 @@ def main() -> None:
   parser.add_argument('--heartbeat', type=common.positive, default=30)
   parser.add_argument('--faults', nargs='+', choices=list(_FAULTS), default=list(_FAULTS))
   args = parser.parse_args()
+  # A job in the background of a shell ignores SIGINT, and its children would too.
+  signal.signal(signal.SIGINT, signal.default_int_handler)
   rows, rate = [], common.matmul_gflops()
   with tempfile.TemporaryDirectory() as name:
     folder = pathlib.Path(name)

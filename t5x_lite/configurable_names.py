@@ -68,8 +68,7 @@ CALLED: dict[str, str] = {
     'ByteVocabulary PassThroughVocabulary round_vocab_size_to_multiple SentencePieceVocabulary'
   ),
   't5x_lite.decoding.state': 'DecodeContract',
-  't5x_lite.evaluation.config': 'Evaluation InferenceEvalConfig',
-  't5x_lite.evaluation.when': 'Threshold When',
+  't5x_lite.evaluation.config': 'Evaluation InferenceEvalConfig Threshold When',
   't5x_lite.layers.attention': 'MultiHeadDotProductAttention',
   't5x_lite.layers.attention_kernels': 'dot_product_attention',
   't5x_lite.layers.blockwise': 'blockwise_attention',
@@ -160,10 +159,11 @@ PASSED: dict[str, str] = {
   't5x_lite.apps.infer.run': 'infer update_measurement_series',
   't5x_lite.apps.precompile.run': 'precompile',
   't5x_lite.apps.train.run': 'train',
-  't5x_lite.checkpoints.checkpointer': 'Checkpointer SaveBestCheckpointer',
-  't5x_lite.checkpoints.legacy': 'LegacyCheckpointer LegacyCheckpointManager',
+  't5x_lite.checkpoints.t5x.checkpointer': (
+    'Checkpointer OrbaxCheckpointManagerInterface SaveBestCheckpointer'
+  ),
+  't5x_lite.checkpoints.t5x.legacy': 'LegacyCheckpointer LegacyCheckpointManager',
   't5x_lite.checkpoints.manager': 'CheckpointManager',
-  't5x_lite.checkpoints.manager_interface': 'OrbaxCheckpointManagerInterface',
   't5x_lite.checkpoints.transforms': 'apply_assignment_map',
   't5x_lite.data.datasets': (
     'get_dataset get_dataset_inner get_training_eval_datasets open_eval_data open_train_data'

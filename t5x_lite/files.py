@@ -593,6 +593,8 @@ class AppendedFile:
     self._last: bytes | None = None
     self._size = 0
     self._loss = ''
+    # Of the buffer, which another thread may read. Not held during a write, which may wait for a disk.
+    self._lock = threading.Lock()
     # Nothing has to be written to a file that nobody uses any more.
     files_of_folder = open_folders.folder_of(os.path.abspath(path)).appended
     files_of_folder.add(weakref.ref(self, files_of_folder.discard))
@@ -604,7 +606,8 @@ class AppendedFile:
 
   def unwritten(self) -> bytes:
     """Return the bytes that are not yet in the file."""
-    return b''.join(self._unwritten)[self._num_written_of_first :]
+    with self._lock:
+      return b''.join(self._unwritten)[self._num_written_of_first :]
 
   def former_parts(self) -> list[Path]:
     """Return the file if it exists; for a writer that has not yet written."""
@@ -614,8 +617,9 @@ class AppendedFile:
 
   def append(self, content: bytes, *, at_once: bool) -> None:
     """Append a record to the buffer and try to write it: immediately, or when the buffer is full."""
-    self._unwritten.append(content)
-    self._num_unwritten += len(content)
+    with self._lock:
+      self._unwritten.append(content)
+      self._num_unwritten += len(content)
     if at_once or self._num_unwritten > _BUFFER_BYTES:
       with contextlib.suppress(OSError):  # `flush` raises it.
         self._write()
@@ -655,8 +659,7 @@ class AppendedFile:
     if self._fd is None:
       self._open(cause)
     assert self._fd is not None
-    while self._unwritten:
-      content = memoryview(b''.join(self._unwritten))[self._num_written_of_first :]
+    while content := self.unwritten():
       num_written = os.write(self._fd, content)
       self._size += num_written
       self._drop(num_written)
@@ -664,17 +667,18 @@ class AppendedFile:
 
   def _drop(self, num_bytes: int) -> None:
     """Remove bytes that were written from the start of the buffer."""
-    num_bytes += self._num_written_of_first
-    num_records = 0
-    for record in self._unwritten:
-      if num_bytes < len(record):
-        break
-      num_bytes -= len(record)
-      self._num_unwritten -= len(record)
-      self._last = record
-      num_records += 1
-    del self._unwritten[:num_records]
-    self._num_written_of_first = num_bytes
+    with self._lock:
+      num_bytes += self._num_written_of_first
+      num_records = 0
+      for record in self._unwritten:
+        if num_bytes < len(record):
+          break
+        num_bytes -= len(record)
+        self._num_unwritten -= len(record)
+        self._last = record
+        num_records += 1
+      del self._unwritten[:num_records]
+      self._num_written_of_first = num_bytes
 
   def _find_loss(self) -> str:
     """Return why the path does not lead to all that was written, '' if it does.
@@ -732,9 +736,10 @@ class AppendedFile:
       first = self._header + self._missing_fn(cause, self._last)
       if not self._header and is_cut(self._path):
         first = b'\n' + first
-      self._unwritten.insert(0, first)
-      self._num_unwritten += len(first)
-      self._num_written_of_first = 0
+      with self._lock:
+        self._unwritten.insert(0, first)
+        self._num_unwritten += len(first)
+        self._num_written_of_first = 0
       self._loss = cause
     self._size = size
 

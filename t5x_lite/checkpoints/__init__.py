@@ -11,9 +11,9 @@ __getattr__, __dir__, __all__ = lazy_names(
   globals(),
   {
     't5x_lite.checkpoints.builders': ('StateBuilder',),
-    't5x_lite.checkpoints.checkpointer': (
+    't5x_lite.checkpoints.t5x.checkpointer': (
       'Checkpointer',
-      'CheckpointerConstructor',
+      'OrbaxCheckpointManagerInterface',
       'SaveBestCheckpointer',
     ),
     't5x_lite.checkpoints.choice': (
@@ -23,6 +23,8 @@ __getattr__, __dir__, __all__ = lazy_names(
     ),
     't5x_lite.checkpoints.config': (
       'CheckpointConfig',
+      'CheckpointManagerConstructor',
+      'CheckpointerConstructor',
       'RestoreCheckpointConfig',
       'SaveCheckpointConfig',
       'check_standard',
@@ -45,7 +47,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     't5x_lite.checkpoints.event_metrics': ('populate_metrics_for_steps',),
     't5x_lite.checkpoints.folders': ('remove_checkpoint_dir', 'remove_dataset_checkpoint'),
     't5x_lite.checkpoints.layout': ('param_layout_fns',),
-    't5x_lite.checkpoints.legacy': (
+    't5x_lite.checkpoints.t5x.legacy': (
       'LegacyCheckpointManager',
       'LegacyCheckpointer',
       'create_checkpoint_manager_and_restore',
@@ -53,7 +55,7 @@ __getattr__, __dir__, __all__ = lazy_names(
       'get_fallback_state',
       'restore_checkpointer',
     ),
-    't5x_lite.checkpoints.loading': (
+    't5x_lite.checkpoints.t5x.loading': (
       'CheckpointTypes',
       'detect_checkpoint_type',
       'find_checkpoint',
@@ -69,10 +71,6 @@ __getattr__, __dir__, __all__ = lazy_names(
       'without_links',
     ),
     't5x_lite.checkpoints.manager': ('CheckpointManager',),
-    't5x_lite.checkpoints.manager_interface': (
-      'CheckpointManagerConstructor',
-      'OrbaxCheckpointManagerInterface',
-    ),
     't5x_lite.checkpoints.manifest': (
       'Manifest',
       'read as read_manifest',

@@ -11,9 +11,9 @@ import numpy as np
 from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import multihost
+from t5x_lite.checkpoints import config
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import manifest
-from t5x_lite.checkpoints import options
 from t5x_lite.checkpoints import sources
 
 _logger = logging.getLogger(__name__)
@@ -82,8 +82,8 @@ def newest_sound_step(checkpoints_dir: discovery.PathLike) -> int | None:
 
 
 def get_first_valid_restore_config_and_paths(
-  restore_cfgs: Sequence[options.RestoreOptions],
-) -> tuple[options.RestoreOptions | None, Sequence[str]]:
+  restore_cfgs: Sequence[config.RestoreCheckpointConfig],
+) -> tuple[config.RestoreCheckpointConfig | None, Sequence[str]]:
   """Return the first configuration whose checkpoints exist, and their paths.
 
   Mode 'latest' selects the newest intact checkpoint, so this function reads entire checkpoints; a later restore does

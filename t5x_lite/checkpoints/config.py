@@ -6,27 +6,166 @@ are errors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar, Protocol
+
+import jax.numpy as jnp
+import numpy as np
 
 from t5x_lite import checks
-from t5x_lite.checkpoints import checkpointer
-from t5x_lite.checkpoints import manager_interface
-from t5x_lite.checkpoints import options
+from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints import transforms
+from t5x_lite.checkpoints.builders import base
+from t5x_lite.partitioning import BasePartitioner
+from t5x_lite.train_state import TrainState
 
-Checkpointer = checkpointer.Checkpointer
-OrbaxCheckpointManagerInterface = manager_interface.OrbaxCheckpointManagerInterface
+RESTORE_MODES = ('specific', 'latest', 'all')
+METRIC_MODES = ('max', 'min')
 
-_CLASSES = {
-  'checkpointer_cls': Checkpointer,
-  'checkpoint_manager_cls': OrbaxCheckpointManagerInterface,
+
+def _is_floating(dtype: Any) -> bool:
+  try:
+    return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+  except TypeError:
+    return False
+
+
+_COUNT = checks.number(at_least=1, integer=True)
+FLOAT_DTYPE = checks.Expectation("a floating dtype such as 'float32' or 'bfloat16'", _is_floating)
+_STEPS = checks.Expectation(
+  'integers >= 0', lambda steps: all(type(step) is int and step >= 0 for step in steps or ())
+)
+FUNCTIONS = checks.Expectation(
+  'a sequence of functions',
+  lambda fns: isinstance(fns, Sequence) and not isinstance(fns, str) and all(map(callable, fns)),
+)
+_FUNCTIONS_OR_BUILDERS = checks.Expectation(
+  'a sequence of functions or builders',
+  lambda fns: (
+    isinstance(fns, Sequence)
+    and not isinstance(fns, str)
+    and all(callable(fn) or isinstance(fn, base.StateBuilder) for fn in fns)
+  ),
+)
+_PATHS = checks.Expectation(
+  'the path of a model directory or checkpoint, or several paths',
+  lambda paths: (
+    isinstance(paths, Sequence)
+    and all(
+      isinstance(path, str) and path for path in ([paths] if isinstance(paths, str) else paths)
+    )
+  ),
+  'For new parameters, set CheckpointConfig.restore = None.',
+)
+_FALLBACK = checks.Expectation(
+  f'True, False or {base.PATTERNS.text}',
+  lambda value: isinstance(value, bool) or base.PATTERNS.holds(value),
+  base.PATTERNS.remedy,
+)
+_BUILDERS = checks.Expectation(
+  'a sequence of builders, those on shapes before those on arrays',
+  lambda builders: (
+    isinstance(builders, Sequence)
+    and all(isinstance(builder, base.StateBuilder) for builder in builders)
+    and [builder.INPUT for builder in builders]
+    == sorted((builder.INPUT for builder in builders), key=(base.SHAPES, base.ARRAYS).index)
+  ),
+  'In gin, write @builders.NewVocabulary() with parentheses.',
+)
+
+
+class CheckpointerConstructor(Protocol):
+  """Function or class that makes a `Checkpointer`."""
+
+  def __call__(
+    self,
+    train_state: TrainState,
+    partitioner: BasePartitioner,
+    checkpoints_dir: str,
+    dataset_iterator: Any = None,
+    *,
+    keep: int | None = None,
+    save_dtype: Any = np.float32,
+    restore_dtype: Any = None,
+    keep_dataset_checkpoints: int | None = None,
+  ) -> Any:
+    """Return the checkpointer; see `Checkpointer`."""
+    ...
+
+
+class CheckpointManagerConstructor(Protocol):
+  """Function or class that makes an `OrbaxCheckpointManagerInterface`."""
+
+  def __call__(
+    self,
+    directory: str,
+    train_state: TrainState,
+    partitioner: BasePartitioner,
+    dataset_iterator: Any = None,
+    save_dtype: Any = None,
+    restore_dtype: Any = None,
+    keep: int | None = None,
+    period: int | None = None,
+    force_keep_period: int | None = None,
+    checkpoint_steps: Sequence[int] | None = None,
+  ) -> Any:
+    """Return the manager; see `OrbaxCheckpointManagerInterface`."""
+    ...
+
+
+class _ClassOfT5x:
+  """Default of an option that is a class of T5X, under its name in signatures.
+
+  These classes are built on the options. So the class is imported when a configuration is made.
+  """
+
+  def __init__(self, name: str):
+    self.__name__ = name
+
+  def get(self) -> type:
+    """Return the class."""
+    from t5x_lite import checkpoints
+
+    return getattr(checkpoints, self.__name__)
+
+
+_CHECKPOINTER: Any = _ClassOfT5x('Checkpointer')
+_CHECKPOINT_MANAGER: Any = _ClassOfT5x('OrbaxCheckpointManagerInterface')
+_DEFAULT_CLASSES = {
+  'checkpointer_cls': _CHECKPOINTER,
+  'checkpoint_manager_cls': _CHECKPOINT_MANAGER,
 }
 
 
+class CheckpointerBase:
+  """Base of T5X's classes `checkpointer_cls` and `checkpoint_manager_cls`.
+
+  Commands save and restore without them. They only read `retention` and `builders` if a class overrides them, of an
+  instance that is made with `PLACEHOLDERS`.
+
+  Attributes:
+    PLACEHOLDERS: the required arguments of the constructor, without a train state and a directory.
+    keep: number of newest checkpoints to keep; None for all.
+  """
+
+  PLACEHOLDERS: ClassVar[Mapping[str, Any]] = {}
+  keep: int | None = None
+
+  @property
+  def builders(self) -> Sequence[base.StateBuilder]:
+    """Builders that change a restored state; commands add them to `RestoreCheckpointConfig.builders`."""
+    return ()
+
+  @property
+  def retention(self) -> Mapping[str, Any]:
+    """Options of `SaveCheckpointConfig` that decide which checkpoints are kept; commands set them."""
+    return {'keep': self.keep}
+
+
 @dataclasses.dataclass(frozen=True)
-class SaveCheckpointConfig(options.SaveOptions):
+class SaveCheckpointConfig:
   """Options of saving and keeping checkpoints.
 
   A step is saved if `period` divides it or if it is in `checkpoint_steps`; the last step, and the step at which a
@@ -58,35 +197,86 @@ class SaveCheckpointConfig(options.SaveOptions):
     policies: further policies of when to save, e.g. `WhenBest` or `EveryNMinutes`; see `policies.SavePolicy`.
   """
 
-  checkpointer_cls: checkpointer.CheckpointerConstructor | None = Checkpointer
-  state_transformation_fns: Sequence[Any] = dataclasses.field(default_factory=tuple)
-  # The class has T5X's order of arguments, which differs from that of T5X's protocol; they are passed by name.
-  checkpoint_manager_cls: manager_interface.CheckpointManagerConstructor | None = (  # pyright: ignore[reportAssignmentType]
-    OrbaxCheckpointManagerInterface
-  )
+  dtype: str | None = 'float32'
+  period: int | None = None
+  checkpoint_steps: Sequence[int] | None = None
+  keep: int | None = None
+  keep_dataset_checkpoints: int | None = None
+  save_dataset: bool = True
+  checkpointer_cls: CheckpointerConstructor | None = _CHECKPOINTER
+  state_transformation_fns: Sequence[Any] = ()
+  checkpoint_manager_cls: CheckpointManagerConstructor | None = _CHECKPOINT_MANAGER
+  _: dataclasses.KW_ONLY
+  keep_period: int | None = None
+  keep_best: int | None = None
+  metric_name_to_monitor: str | None = None
+  metric_mode: str = 'max'
+  keep_checkpoints_without_metrics: bool = True
+  max_failures_in_a_row: int = 3
+  policies: Sequence[Any] = ()
 
   def __post_init__(self):
-    _check_classes(self, 'save')
-    for option in _CLASSES:
-      made = _made_of(getattr(self, option), 'retention', keep=self.keep)
-      retention = getattr(made, 'retention', {})
-      keep_best = retention.get('keep_best')
-      if keep_best is not None and self.keep_best not in (None, keep_best):
-        raise checks.invalid(
-          'SaveCheckpointConfig',
-          'keep_best',
-          f'None with this {option}',
-          self.keep_best,
-          'Set keep, the number of best checkpoints, and the options of the class.',
-        )
-      for name, value in retention.items():
-        if value is not None or name == 'keep':
-          object.__setattr__(self, name, value)
-    super().__post_init__()
+    for option, constructor in _custom_classes(self, 'save').items():
+      retention = _read_property(constructor, 'retention', keep=self.keep)
+      self._set_retention(option, retention or {})
+    optional = _COUNT.or_none()
+    has_metric = self.metric_name_to_monitor is not None
+    checks.check(
+      'SaveCheckpointConfig',
+      vars(self),
+      dtype=FLOAT_DTYPE.or_none(),
+      period=optional,
+      checkpoint_steps=_STEPS,
+      keep=optional,
+      state_transformation_fns=FUNCTIONS,
+      keep_dataset_checkpoints=optional
+      if self.save_dataset
+      else checks.Expectation(
+        'None with save_dataset=False',
+        lambda keep: keep is None,
+        'Omit it, or set save_dataset=True.',
+      ),
+      keep_period=optional,
+      keep_best=checks.Expectation(
+        f'{_COUNT.text if has_metric else None} with metric_name_to_monitor={self.metric_name_to_monitor!r}',
+        lambda keep: _COUNT.holds(keep) if has_metric else keep is None,
+        "Set both, e.g. keep_best=3, metric_name_to_monitor='training_eval/task/accuracy'.",
+      ),
+      metric_mode=checks.one_of(METRIC_MODES),
+      max_failures_in_a_row=_COUNT,
+      policies=checks.Expectation(
+        'a list of save policies',
+        lambda policies: (
+          isinstance(policies, Sequence)
+          and all(
+            not isinstance(policy, type)
+            and callable(getattr(policy, 'should_save', None))
+            and callable(getattr(policy, 'next_step', None))
+            for policy in policies
+          )
+        ),
+        'In gin, write [@checkpoints.WhenBest()] with parentheses.',
+      ),
+    )
+
+  def _set_retention(self, option: str, retention: Mapping[str, Any]) -> None:
+    """Set the options of keeping to those of the class of an option."""
+    keep_best = retention.get('keep_best')
+    if keep_best is not None and self.keep_best not in (None, keep_best):
+      raise checks.invalid(
+        'SaveCheckpointConfig',
+        'keep_best',
+        f'None with this {option}',
+        self.keep_best,
+        'Set keep, the number of best checkpoints, and the options of the class.',
+      )
+    for name, value in retention.items():
+      if value is not None or name == 'keep':
+        object.__setattr__(self, name, value)
 
 
 @dataclasses.dataclass(frozen=True)
-class RestoreCheckpointConfig(options.RestoreOptions):
+class RestoreCheckpointConfig:
   """Checkpoint to start from, and its conversion to the target state.
 
   Attributes:
@@ -123,19 +313,60 @@ class RestoreCheckpointConfig(options.RestoreOptions):
       its own directory.
   """
 
-  checkpointer_cls: checkpointer.CheckpointerConstructor | None = Checkpointer
-  # The class has T5X's order of arguments, which differs from that of T5X's protocol; they are passed by name.
-  checkpoint_manager_cls: manager_interface.CheckpointManagerConstructor | None = (  # pyright: ignore[reportAssignmentType]
-    OrbaxCheckpointManagerInterface
-  )
+  path: str | Sequence[str] | None = None
+  mode: str = 'latest'
+  assignment_map: Sequence[tuple[str, str | None]] | None = None
+  strict: bool = True
+  fallback_to_scratch: bool | Sequence[str] = False
+  dtype: str | None = None
+  restore_dataset: bool = True
+  checkpointer_cls: CheckpointerConstructor | None = _CHECKPOINTER
+  state_transformation_fns: Sequence[Any] = ()
+  checkpoint_manager_cls: CheckpointManagerConstructor | None = _CHECKPOINT_MANAGER
+  _: dataclasses.KW_ONLY
+  builders: Sequence[base.StateBuilder] = ()
+  use_param_average: bool | None = None
 
   def __post_init__(self):
-    _check_classes(self, 'restore')
-    added = getattr(_made_of(self.checkpointer_cls, 'builders'), 'builders', ())
+    custom = _custom_classes(self, 'restore')
+    added = _read_property(custom.get('checkpointer_cls'), 'builders')
     if added:
       others = [each for each in self.builders if each not in added]
       object.__setattr__(self, 'builders', (*added, *others))
-    super().__post_init__()
+    checks.check(
+      'RestoreCheckpointConfig',
+      vars(self),
+      builders=_BUILDERS,
+      path=_PATHS.or_none() if self.builders else _PATHS,
+      mode=checks.one_of(RESTORE_MODES),
+      assignment_map=base.ASSIGNMENT_MAP,
+      dtype=FLOAT_DTYPE.or_none(),
+      strict=checks.instance(bool, 'True or False'),
+      fallback_to_scratch=_FALLBACK,
+      use_param_average=checks.instance((bool, type(None)), 'True, False or None'),
+      state_transformation_fns=_FUNCTIONS_OR_BUILDERS,
+    )
+    if self.dtype is not None:  # Recorded settings are JSON, and @jnp.bfloat16 is a class.
+      object.__setattr__(self, 'dtype', jnp.dtype(self.dtype).name)
+    if not isinstance(self.fallback_to_scratch, bool):
+      object.__setattr__(self, 'fallback_to_scratch', tuple(self.fallback_to_scratch))
+    # As in T5X, the functions include the assignment map, for callers that pass only the functions on.
+    fns = [
+      fn for fn in self.state_transformation_fns if not isinstance(fn, transforms.AssignmentMap)
+    ]
+    if self.assignment_map is not None:
+      rules = tuple((pattern, replacement) for pattern, replacement in self.assignment_map)
+      fns.insert(0, transforms.AssignmentMap(rules))
+    object.__setattr__(self, 'state_transformation_fns', tuple(fns))
+    for path in self.paths:
+      discovery.check_path(path, 'RestoreCheckpointConfig.path', may_be_model=True)
+
+  @property
+  def paths(self) -> tuple[str, ...]:
+    """`path` as a tuple, also if it is a single string."""
+    if isinstance(self.path, str):
+      return (self.path,)
+    return tuple(self.path or ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +383,18 @@ class CheckpointConfig:
   restore: RestoreCheckpointConfig | None = None
 
 
-def _check_classes(cfg: options.SaveOptions | options.RestoreOptions, method: str) -> None:
+def _custom_classes(
+  cfg: SaveCheckpointConfig | RestoreCheckpointConfig, method: str
+) -> dict[str, Any]:
+  """Return the constructors that are not defaults by option, and replace the defaults by T5X's classes.
+
+  Args:
+    cfg: the configuration that is being made.
+    method: name of a method that the instances must have.
+
+  Raises:
+    ConfigError: an option is not such a constructor.
+  """
 
   def makes_one(constructor):
     made = _class_of(constructor)
@@ -163,12 +405,15 @@ def _check_classes(cfg: options.SaveOptions | options.RestoreOptions, method: st
   expected = checks.Expectation(
     f'a class with the method {method}, or a function that makes an instance', makes_one
   )
-  checks.check(
-    type(cfg).__name__,
-    vars(cfg),
-    checkpointer_cls=expected.or_none(),
-    checkpoint_manager_cls=expected.or_none(),
-  )
+  custom = {}
+  for option, default in _DEFAULT_CLASSES.items():
+    constructor = getattr(cfg, option)
+    if constructor is default:
+      object.__setattr__(cfg, option, default.get())
+    else:
+      custom[option] = constructor
+  checks.check(type(cfg).__name__, custom, **dict.fromkeys(custom, expected.or_none()))
+  return custom
 
 
 def _class_of(constructor: Any) -> type | None:
@@ -180,19 +425,14 @@ def _class_of(constructor: Any) -> type | None:
   return None
 
 
-def _made_of(constructor: Any, hook: str, **kwargs: Any) -> Any:
-  """Return an instance to read a property that its class overrides, or None if the class does not override it."""
+def _read_property(constructor: Any, name: str, **options: Any) -> Any:
+  """Return a property of an instance of a constructor, or None if no class overrides the property."""
   made = _class_of(constructor)
-  if made is None:
+  if made is None or not issubclass(made, CheckpointerBase):
     return None
-  if issubclass(made, Checkpointer):
-    overrides = getattr(made, hook, None) is not getattr(Checkpointer, hook)
-    if overrides:
-      return constructor(train_state=None, partitioner=None, checkpoints_dir='', **kwargs)
-  standard = OrbaxCheckpointManagerInterface
-  if issubclass(made, standard) and constructor is not standard:
-    return constructor(directory='', train_state=None, partitioner=None, **kwargs)
-  return None
+  if getattr(made, name) is getattr(CheckpointerBase, name):
+    return None
+  return getattr(constructor(**made.PLACEHOLDERS, **options), name)
 
 
 def is_standard(constructor: Any, *methods: str) -> bool:
@@ -200,13 +440,10 @@ def is_standard(constructor: Any, *methods: str) -> bool:
   if constructor is None:
     return True
   made = _class_of(constructor)
-  if made is None:
+  if made is None or not issubclass(made, CheckpointerBase):
     return False
-  for standard in _CLASSES.values():
-    is_same = [getattr(made, name, None) is getattr(standard, name, None) for name in methods]
-    if issubclass(made, standard) and all(is_same):
-      return True
-  return False
+  standard = next(each for each in made.__mro__ if not _is_of_user(each))
+  return all(getattr(made, name, None) is getattr(standard, name, None) for name in methods)
 
 
 def check_standard(cfg: CheckpointConfig) -> None:
@@ -215,38 +452,54 @@ def check_standard(cfg: CheckpointConfig) -> None:
   Raises:
     ConfigError: with the alternative.
   """
-  remedies = {
-    'save': 'Change saved states by `state_transformation_fns`, and choose steps by `policies`.',
-    'restore': 'Write a builder, checkpoints.StateBuilder, for `RestoreCheckpointConfig.builders`.',
-  }
-  for part, method, hook in (
-    (cfg.save, 'save', 'retention'),
-    (cfg.restore, 'restore', 'builders'),
-  ):
-    if part is None:
-      continue
-    for option, standard in _CLASSES.items():
-      constructor = getattr(part, option)
-      if not is_standard(constructor, method):
-        problem = f'whose `{method}` is that of {standard.__name__}'
-      elif _has_unread_options(constructor, hook):
-        problem = (
-          f'with the constructor of {standard.__name__}, or with a property `{hook}` of its own'
-        )
-      else:
-        continue
-      raise checks.invalid(
-        type(part).__name__, option, f'a class {problem}', constructor, remedies[method]
+  if cfg.save is not None:
+    _check_standard(
+      cfg.save,
+      'save',
+      'retention',
+      'Change saved states by `state_transformation_fns`, and choose steps by `policies`.',
+    )
+  if cfg.restore is not None:
+    _check_standard(
+      cfg.restore,
+      'restore',
+      'builders',
+      'Write a builder, checkpoints.StateBuilder, for `RestoreCheckpointConfig.builders`.',
+    )
+
+
+def _check_standard(
+  cfg: SaveCheckpointConfig | RestoreCheckpointConfig, method: str, name: str, remedy: str
+) -> None:
+  """Raise if a class of a configuration overrides a method, or sets options of which commands read only a property.
+
+  Args:
+    cfg: the configuration.
+    method: name of the method, 'save' or 'restore'.
+    name: name of the property.
+    remedy: end of the message.
+  """
+  for option, default in _DEFAULT_CLASSES.items():
+    constructor = getattr(cfg, option)
+    problem = None
+    if not is_standard(constructor, method):
+      problem = f'whose `{method}` is that of {default.__name__}'
+    elif option == 'checkpointer_cls' and _has_unread_options(constructor, name):
+      problem = (
+        f'with the constructor of {default.__name__}, or with a property `{name}` of its own'
       )
+    if problem is not None:
+      raise checks.invalid(type(cfg).__name__, option, f'a class {problem}', constructor, remedy)
 
 
-def _has_unread_options(constructor: Any, hook: str) -> bool:
-  """Return True for a `Checkpointer` whose own constructor may set options other than the property that is read."""
+def _has_unread_options(constructor: Any, name: str) -> bool:
+  """Return True for a class whose own constructor may set options other than the property `name` that is read."""
   made = _class_of(constructor)
-  if made is None or not issubclass(made, Checkpointer):
+  if made is None:
     return False
-  return _is_of_user(made.__init__) and not _is_of_user(getattr(made, hook).fget)
+  return _is_of_user(made.__init__) and not _is_of_user(getattr(made, name).fget)
 
 
-def _is_of_user(function: Any) -> bool:
-  return function.__module__.partition('.')[0] not in ('t5x_lite', 'moe')
+def _is_of_user(defined: Any) -> bool:
+  """Return True if a function or class is not defined in this repository."""
+  return defined.__module__.partition('.')[0] not in ('t5x_lite', 'moe')

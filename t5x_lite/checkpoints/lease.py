@@ -41,6 +41,8 @@ _MAX_VAIN = 5
 class Lease:
   """A lease that this process holds and renews in a thread until `release`."""
 
+  is_deleted = False  # a store has no folders
+
   def __init__(self, folder: object_store.StorePath, name: str, *, in_use: str):
     """Take the lease of `folder`.
 

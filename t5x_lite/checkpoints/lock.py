@@ -92,6 +92,15 @@ class ModelDirLock:
     except (OSError, ValueError):  # ValueError: not a text
       return False
 
+  @property
+  def is_away(self) -> bool:
+    """True if the directory was moved or unmounted; False if it is there or was deleted, and in an object store."""
+    try:
+      self.check_folder()
+    except OSError:
+      return self._held is None or not self._held.is_deleted
+    return False
+
   def release(self) -> None:
     """Release the lock once; the last release frees the directory, and further calls do nothing."""
     state = open_folders.open_folder(str(self.directory))

@@ -28,11 +28,11 @@ from t5x_lite import files
 from t5x_lite import multihost
 from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import choice
+from t5x_lite.checkpoints import config
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import folders
 from t5x_lite.checkpoints import lock as lock_lib
 from t5x_lite.checkpoints import manifest
-from t5x_lite.checkpoints import options
 from t5x_lite.checkpoints import policies
 from t5x_lite.checkpoints import process_save
 from t5x_lite.checkpoints import restore as restore_lib
@@ -57,7 +57,7 @@ class CheckpointManager:
     self,
     directory: discovery.PathLike,
     *,
-    save_cfg: options.SaveOptions | None = None,
+    save_cfg: config.SaveCheckpointConfig | None = None,
     spool_dir: str | None = None,
   ):
     """Open `directory`.
@@ -210,7 +210,7 @@ class CheckpointManager:
       with contextlib.suppress(OSError):  # the save reports that the directory cannot be read
         is_there = files.path(self.checkpoint_path(step)).is_dir()
       if multihost.broadcast_from_lead(np.int32(is_there)):
-        if begun is not None and self._spool is not None:
+        if begun is not None and self._spool is not None and multihost.is_lead():
           self._spool.clear()
         return False
     if begun is None:
@@ -237,9 +237,11 @@ class CheckpointManager:
       is_due = step in self._committed_unsound
       self._committed_unsound.discard(step)
     if is_due and multihost.is_lead():
-      self._join()  # returns at once: the thread of this step has committed it
+      self._begun = None  # it is committed
       self._thread = threading.Thread(
-        target=self._apply_retention, args=(step,), name=f'checkpoint-retention-{step}'
+        target=self._apply_retention_after,
+        args=(self._thread, step),
+        name=f'checkpoint-retention-{step}',
       )
       self._thread.start()
 
@@ -353,7 +355,7 @@ class CheckpointManager:
     target: transforms.StateDict,
     *,
     shardings: Any = None,
-    restore_cfg: options.RestoreOptions | None = None,
+    restore_cfg: config.RestoreCheckpointConfig | None = None,
     transformation_fns: Sequence[transforms.RestoreStateTransformationFn] = (),
     initial_state_fn: Callable[[], transforms.StateDict] | None = None,
   ) -> restore_lib.RestoredCheckpoint:
@@ -481,7 +483,7 @@ class CheckpointManager:
     return None
 
   @property
-  def _saving_options(self) -> options.SaveOptions:
+  def _saving_options(self) -> config.SaveCheckpointConfig:
     assert self._save_cfg is not None  # see `_check_can_save`
     return self._save_cfg
 
@@ -492,6 +494,11 @@ class CheckpointManager:
   def _check_folder(self) -> None:
     assert self._lock is not None  # see `_check_can_save`
     self._lock.check_folder()
+
+  @property
+  def is_away(self) -> bool:
+    """True if the directory was moved or unmounted, with its checkpoints; False if it was deleted, and in a store."""
+    return self._lock is not None and self._lock.is_away
 
   def check_directory(self) -> None:
     """Raise if the checkpoints in the directory are not those of this run, e.g. because it was moved away.
@@ -552,6 +559,12 @@ class CheckpointManager:
       on_commit()
     else:
       self._error = (pending.step, failed)
+
+  def _apply_retention_after(self, thread: threading.Thread | None, step: int) -> None:
+    """Apply the retention after the thread that has committed `step`, which may still ask a silent store for it."""
+    if thread is not None:
+      thread.join()
+    self._apply_retention(step)
 
   def _apply_retention(self, step: int) -> None:
     try:

@@ -16,7 +16,7 @@ from typing import Any, Protocol, final
 import numpy as np
 
 from t5x_lite import checks
-from t5x_lite.checkpoints import options
+from t5x_lite.checkpoints import config
 
 _COUNT = checks.number(at_least=1, integer=True)
 _STEP = checks.number(at_least=0, integer=True)
@@ -129,7 +129,7 @@ class WhenBest:
       'WhenBest',
       vars(self),
       metric_name=checks.instance(str, 'the full name of a metric'),
-      mode=checks.one_of(options.METRIC_MODES),
+      mode=checks.one_of(config.METRIC_MODES),
       from_step=_STEP,
     )
 
@@ -330,7 +330,7 @@ class KeepAll:
     return set(steps)
 
 
-def save_policies_from_config(cfg: options.SaveOptions) -> AnySavePolicy:
+def save_policies_from_config(cfg: config.SaveCheckpointConfig) -> AnySavePolicy:
   """Return the save policy for `cfg`."""
   policies: list[SavePolicy] = []
   if cfg.period is not None:
@@ -340,7 +340,7 @@ def save_policies_from_config(cfg: options.SaveOptions) -> AnySavePolicy:
   return AnySavePolicy((*policies, *cfg.policies))
 
 
-def metric_names(cfg: options.SaveOptions) -> list[tuple[str, str]]:
+def metric_names(cfg: config.SaveCheckpointConfig) -> list[tuple[str, str]]:
   """Return (option, full name) of each metric on which saving or keeping depends."""
   names = []
   if cfg.keep_best is not None:
@@ -351,7 +351,7 @@ def metric_names(cfg: options.SaveOptions) -> list[tuple[str, str]]:
   return names
 
 
-def retention_policies_from_config(cfg: options.SaveOptions) -> tuple[RetentionPolicy, ...]:
+def retention_policies_from_config(cfg: config.SaveCheckpointConfig) -> tuple[RetentionPolicy, ...]:
   """Return the retention policies for `cfg`; a checkpoint is kept if any of them selects it."""
   policies: list[RetentionPolicy] = []
   if cfg.keep is not None:

@@ -81,6 +81,23 @@ class ProcessSave:
       outcome = spool.LOST_LEASE
     else:
       outcome = spool.FAILED
+    worst = outcome
+    if jax.process_count() > 1:
+      worst = self._worst_of_all(kept, outcome)
+    is_committed = worst == spool.OK and self.pending.folder.is_committed(self.pending)
+    if failed is None and not is_committed:
+      failed = errors.of_other_process(
+        errors.CheckpointError('another process could not write its part; see its message')
+      )
+    if failed is None and multihost.is_lead():
+      kept.clear(self.pending)
+    if worst == spool.FAILED:  # after a lost lease another run continues in the store
+      error: Any = failed  # of any class, so that none has the attribute
+      error.kept_at = self.keep_copy(kept)
+    return failed
+
+  def _worst_of_all(self, kept: spool.Spool, outcome: int) -> int:
+    """Return the worst outcome of all processes, `FAILED` if one could not write its own to the spool folder."""
     try:
       kept.report(self.pending, outcome)
     except OSError as e:  # reach the barrier, in which the others wait
@@ -93,17 +110,7 @@ class ProcessSave:
     if multihost.is_lead():
       with contextlib.suppress(OSError):
         kept.forget(self.pending)
-    is_committed = worst == spool.OK and self.pending.folder.is_committed(self.pending)
-    if failed is None and not is_committed:
-      failed = errors.of_other_process(
-        errors.CheckpointError('another process could not write its part; see its message')
-      )
-    if failed is None and multihost.is_lead():
-      kept.clear(self.pending)
-    if worst == spool.FAILED:  # after a lost lease another run continues in the store
-      error: Any = failed  # of any class, so that none has the attribute
-      error.kept_at = self.keep_copy(kept)
-    return failed
+    return worst
 
   def keep_copy(self, kept: spool.Spool) -> str | None:
     """Write the checkpoint to the spool folder; return its path there, or None after an error, which is logged.

@@ -18,10 +18,10 @@ from t5x_lite import checks
 from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import tree_utils
+from t5x_lite.checkpoints import config
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import lazy_arrays
 from t5x_lite.checkpoints import manifest
-from t5x_lite.checkpoints import options
 from t5x_lite.checkpoints import sources
 from t5x_lite.checkpoints import state_io
 from t5x_lite.checkpoints import transforms
@@ -93,7 +93,7 @@ def restore_checkpoint(
   target: transforms.StateDict,
   *,
   shardings: Any = None,
-  restore_cfg: options.RestoreOptions | None = None,
+  restore_cfg: config.RestoreCheckpointConfig | None = None,
   transformation_fns: Sequence[base.StateBuilder | transforms.RestoreStateTransformationFn] = (),
   initial_state_fn: Callable[[], transforms.StateDict] | None = None,
   from_params_fn: Callable[[transforms.StateDict], transforms.StateDict] | None = None,
@@ -138,7 +138,7 @@ def restore_checkpoint(
     ConfigError: `fallback_to_scratch` needs `initial_state_fn`, or the path is remote.
   """
   name = None if path is None else sources.folder_of(path)
-  cfg = restore_cfg or options.RestoreOptions(path=name, mode='specific')
+  cfg = restore_cfg or config.RestoreCheckpointConfig(path=name, mode='specific')
   builders = chain.chain_of(
     name, cfg, transformation_fns=transformation_fns, is_resuming=is_resuming
   )
@@ -200,7 +200,7 @@ def check_fits(
   path: discovery.PathLike | None,
   target: transforms.StateDict,
   *,
-  restore_cfg: options.RestoreOptions | None = None,
+  restore_cfg: config.RestoreCheckpointConfig | None = None,
   transformation_fns: Sequence[base.StateBuilder | transforms.RestoreStateTransformationFn] = (),
   is_resuming: bool = False,
   may_begin: bool = False,
@@ -229,7 +229,7 @@ def check_fits(
     ValuesNeededError: a function needs values, so the result is unknown.
   """
   name = None if path is None else sources.folder_of(path)
-  cfg = restore_cfg or options.RestoreOptions(path=name, mode='specific')
+  cfg = restore_cfg or config.RestoreCheckpointConfig(path=name, mode='specific')
   builders = chain.chain_of(
     name, cfg, transformation_fns=transformation_fns, is_resuming=is_resuming
   )
@@ -268,14 +268,14 @@ def _fit_of(stored: base.BuiltState, built: base.BuiltState, goal: base.TargetSt
   )
 
 
-def _has_builders(cfg: options.RestoreOptions, goal: base.TargetState) -> bool:
+def _has_builders(cfg: config.RestoreCheckpointConfig, goal: base.TargetState) -> bool:
   return bool(cfg.builders) and not goal.is_resuming
 
 
 def _build(
   builders: chain.Chain,
   goal: base.TargetState,
-  cfg: options.RestoreOptions,
+  cfg: config.RestoreCheckpointConfig,
   path: str | None,
   *,
   begins: bool,
@@ -346,7 +346,7 @@ def _build(
 
 
 def _names_that_may_be_new(
-  cfg: options.RestoreOptions, wanted: Mapping[str, Any]
+  cfg: config.RestoreCheckpointConfig, wanted: Mapping[str, Any]
 ) -> frozenset[str]:
   """Return the parameters that the patterns of `fallback_to_scratch` match, and the state that belongs to them."""
   if isinstance(cfg.fallback_to_scratch, bool):
@@ -411,7 +411,7 @@ def _restored(
   step: int,
   path: str | None,
   goal: base.TargetState,
-  cfg: options.RestoreOptions,
+  cfg: config.RestoreCheckpointConfig,
 ) -> RestoredCheckpoint:
   """Return a complete state with the values stored next to the checkpoint of `path`."""
   nested = _like_target(goal.state_dict, state)
@@ -556,7 +556,9 @@ def read_data_state(
   return state
 
 
-def check_keeps_dtypes(target: transforms.StateDict, restore_cfg: options.RestoreOptions) -> None:
+def check_keeps_dtypes(
+  target: transforms.StateDict, restore_cfg: config.RestoreCheckpointConfig
+) -> None:
   """Raise if arrays would be restored in another dtype than in `target`, for which a training step is compiled.
 
   Args:

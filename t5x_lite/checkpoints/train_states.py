@@ -19,12 +19,12 @@ from t5x_lite import checks
 from t5x_lite import files
 from t5x_lite import multihost
 from t5x_lite.checkpoints import choice
+from t5x_lite.checkpoints import config
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import event_metrics
-from t5x_lite.checkpoints import loading
 from t5x_lite.checkpoints import manager
-from t5x_lite.checkpoints import options
 from t5x_lite.checkpoints import restore
+from t5x_lite.checkpoints import sources
 from t5x_lite.checkpoints import transforms
 from t5x_lite.networks.t5_config import StackConfig
 from t5x_lite.partitioning import BasePartitioner
@@ -80,7 +80,7 @@ def get_local_data(x: Any) -> Any:
 def save_train_state(
   directory: discovery.PathLike,
   train_state: TrainState,
-  save_options: options.SaveOptions,
+  save_options: config.SaveCheckpointConfig,
   *,
   dataset_iterator: HasPosition | SavesPosition | None = None,
   state_transformation_fns: Sequence[transforms.SaveStateTransformationFn] = (),
@@ -131,7 +131,7 @@ def restore_train_state(
   path: discovery.PathLike,
   train_state: TrainState,
   partitioner: BasePartitioner,
-  restore_options: options.RestoreOptions,
+  restore_options: config.RestoreCheckpointConfig,
   *,
   train_state_axes: PyTree | None = None,
   dataset_iterator: HasPosition | SavesPosition | None = None,
@@ -170,7 +170,7 @@ def restore_train_state(
       axes = train_state_axes
     shardings = partitioner.get_shardings(axes).state_dict()
   restored = restore.restore_checkpoint(
-    loading.folder_of(path),
+    sources.folder_of(path),
     target,
     shardings=shardings,
     restore_cfg=restore_options,
@@ -191,7 +191,7 @@ def restore_train_state(
 def newest_path(directory: discovery.PathLike) -> str | None:
   """Return the newest sound checkpoint in a directory, also of T5X, or None."""
   _, paths = choice.get_first_valid_restore_config_and_paths(
-    [options.RestoreOptions(os.fspath(directory))]
+    [config.RestoreCheckpointConfig(os.fspath(directory))]
   )
   if paths:
     return paths[0]

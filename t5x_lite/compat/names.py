@@ -273,7 +273,7 @@ MODULES: dict[str, Module] = {
       'multihost_assert_equal': 't5x_lite.multihost:assert_equal',
       'override_params_axes_names': 't5x_lite.partitioning:override_params_axes_names',
       'prepare_train_iter': 't5x_lite.data:prepare_train_iter',
-      'restore': 't5x_lite.checkpoints.legacy:restore',
+      'restore': 't5x_lite.checkpoints.t5x.legacy:restore',
       'round_vocab_size_to_multiple': 't5x_lite.data:round_vocab_size_to_multiple',
       'run_main': 't5x_lite.gin_utils:run_main',
       'set_hardware_rng_ops': 't5x_lite.random_numbers:set_hardware_rng_ops',

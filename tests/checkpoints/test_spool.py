@@ -1,6 +1,8 @@
 """A checkpoint that an object store does not take is kept on a disk, and copied to the store by the next run."""
 
+import errno
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -127,33 +129,98 @@ def test_invalid_folders(tmp_path, monkeypatch, spool_dir, model_dir):
   assert not os.listdir(tmp_path)
 
 
+def _write(kept, model_dir, number, check_fn=lambda: None):
+  """Keep the save `number`, of step 10 * number; return its name there, and the save."""
+  arrays = _state(number)
+  pending = folders.model_folder(model_dir).new_save(
+    10 * number,
+    f'0000abcd-{number}',
+    arrays={'w': {'shape': [300, 300], 'dtype': 'float32'}},
+    metadata={},
+    metrics={},
+    has_data_state=False,
+  )
+
+  def write(here):
+    array_io.write_one_by_one(here.state, arrays, arrays.__getitem__)
+    check_fn()
+
+  return kept.write(pending, write, lambda name: None).name, pending
+
+
 def test_an_earlier_save_does_not_replace_a_later_one(tmp_path):
   kept = spool.Spool(str(tmp_path / 'spool'), tmp_path / 'run')
-
-  def save(number):
-    return folders.model_folder(tmp_path / 'run').new_save(
-      10 * number,
-      f'0000abcd-{number}',
-      arrays={'w': {'shape': [300, 300], 'dtype': 'float32'}},
-      metadata={},
-      metrics={},
-      has_data_state=False,
-    )
-
-  def write(number):
-    arrays = _state(number)
-    return kept.write(
-      save(number),
-      lambda here: array_io.write_one_by_one(here.state, arrays, arrays.__getitem__),
-      lambda name: None,
-    ).name
-
-  assert [write(number) for number in (2, 1, 2)] == ['checkpoint_20'] * 3
+  written = [_write(kept, tmp_path / 'run', number) for number in (2, 1, 2)]
+  assert [name for name, _ in written] == ['checkpoint_20'] * 3
   assert os.listdir(kept.folder) == ['checkpoint_20']
-  kept.clear(save(1))
+  kept.clear(written[1][1])
   assert os.listdir(kept.folder) == ['checkpoint_20']
-  kept.clear(save(2))
+  kept.clear(written[2][1])
   assert os.listdir(kept.folder) == []
+
+
+def test_a_folder_that_is_moved_is_made_again(tmp_path, caplog):
+  kept = spool.Spool(str(tmp_path / 'spool'), tmp_path / 'run')
+  _write(kept, tmp_path / 'run', 1)
+  (tmp_path / 'spool').rename(tmp_path / 'moved')
+  assert _write(kept, tmp_path / 'run', 1)[0] == 'checkpoint_10'
+  assert 'checkpoint_10 was moved or deleted' in caplog.text
+  assert os.listdir(kept.folder) == ['checkpoint_10']
+  shutil.rmtree(tmp_path / 'spool')
+  assert _write(kept, tmp_path / 'run', 2)[0] == 'checkpoint_20'
+  assert os.listdir(kept.folder) == ['checkpoint_20'] and _value(kept.folder, 20) == 2
+
+
+def test_a_folder_that_is_moved_does_not_fail_the_saves_of_the_run_directory(tmp_path):
+  folder = tmp_path / 'spool'
+  with checkpoints.CheckpointManager(
+    tmp_path / 'run', save_cfg=_CFG, spool_dir=str(folder)
+  ) as manager:
+    for step in (1, 2):
+      shutil.rmtree(folder)
+      folder.touch()  # not even a folder
+      manager.save(step, _state(step))
+      manager.wait()
+      folder.unlink()
+      folder.mkdir()
+  assert list(checkpoints.all_steps(tmp_path / 'run')) == [1, 2]
+
+
+def test_a_full_disk_keeps_the_former_copy_and_no_partial_files(tmp_path):
+  kept = spool.Spool(str(tmp_path / 'spool'), tmp_path / 'run')
+  _write(kept, tmp_path / 'run', 1)
+
+  def full():
+    raise OSError(errno.ENOSPC, 'No space left on device')
+
+  with pytest.raises(OSError, match='No space left'):
+    _write(kept, tmp_path / 'run', 2, full)
+  assert os.listdir(kept.folder) == ['checkpoint_10'] and _value(kept.folder, 10) == 1
+  assert _write(kept, tmp_path / 'run', 3)[0] == 'checkpoint_30'
+  assert os.listdir(kept.folder) == ['checkpoint_30']
+
+
+def test_a_copy_whose_save_was_committed_is_deleted(tmp_path, caplog):
+  caplog.set_level('INFO')
+  run, folder = tmp_path / 'run', str(tmp_path / 'spool')
+  with checkpoints.CheckpointManager(run, save_cfg=_CFG) as manager:
+    manager.save(10, _state(1))
+  kept = spool.Spool(folder, run)
+  _write(kept, run, 1)
+  damaged = max((run / 'checkpoint_10/state').rglob('*'), key=lambda path: path.stat().st_size)
+  content = damaged.read_bytes()
+  damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+  checkpoints.recover_spooled(folder, run)
+  assert os.listdir(kept.folder) == ['checkpoint_10'] and 'is not used' in caplog.text
+  damaged.write_bytes(content)
+  checkpoints.recover_spooled(folder, run)
+  assert os.listdir(kept.folder) == [] and 'where it is deleted' in caplog.text
+  assert _value(run, 10) == 1
+  with checkpoints.CheckpointManager(run, save_cfg=_CFG) as manager:
+    manager.save(20, _state(5), metadata={'run': {'of': 'another one'}})
+  _write(kept, run, 2)
+  checkpoints.recover_spooled(folder, run)
+  assert os.listdir(kept.folder) == ['checkpoint_20']
 
 
 def test_a_checkpoint_that_is_not_saved_again_keeps_its_metrics(tmp_path):

@@ -353,14 +353,14 @@ MUTANTS = (
     't5x_lite/checkpoints/train_states.py',
     'files.path(path).exists() and',
     'False and',
-    'tests/checkpoints/test_checkpointer.py::test_save_keeps_what_exists_and_deletes_only_own_checkpoints',
+    'tests/checkpoints/t5x/test_checkpointer.py::test_save_keeps_what_exists_and_deletes_only_own_checkpoints',
   ),
   Mutant(
     'save_best_keeps_the_newest',
     't5x_lite/checkpoints/train_states.py',
     '        if math.isfinite(value):\n          writer.record_metrics(known, {name: value})',
     '        del known, value',
-    'tests/checkpoints/test_checkpointer.py::test_the_best_checkpoints_by_the_events_of_the_run_are_kept',
+    'tests/checkpoints/t5x/test_checkpointer.py::test_the_best_checkpoints_by_the_events_of_the_run_are_kept',
   ),
   Mutant(
     'commands_ignore_a_custom_checkpointer',

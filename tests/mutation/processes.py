@@ -258,17 +258,17 @@ MUTANTS = (
   ),
   Mutant(
     'a_process_passes_its_limit',
-    't5x_lite/runtime/stop_agreement.py',
+    't5x_lite/runtime/stop_requests.py',
     'self._point < self.limit:',
     'self._point <= self.limit:',
-    'tests/runtime/test_stop_agreement.py::test_all_stop_at_the_largest_limit',
+    'tests/runtime/test_stop_requests.py::test_all_stop_at_the_largest_limit',
   ),
   Mutant(
     'a_later_request_moves_the_limit',
-    't5x_lite/runtime/stop_agreement.py',
+    't5x_lite/runtime/stop_requests.py',
     '      if not self.request:\n        self.request',
     '      if True:\n        self.request',
-    'tests/runtime/test_stop_agreement.py::test_the_first_request_counts',
+    'tests/runtime/test_stop_requests.py::test_the_first_request_counts',
   ),
   Mutant(
     'calls_share_the_threads_that_wait',
@@ -446,6 +446,13 @@ MUTANTS = (
     '      seconds = 0.0\n',
     '',
     'tests/test_standard_streams.py::test_a_reader_that_does_not_read_is_waited_for_once',
+  ),
+  Mutant(
+    'a_flush_of_nothing_ends_the_drops',
+    't5x_lite/standard_streams.py',
+    '    if not data:  # A flush',
+    '    if False:  # A flush',
+    'tests/test_standard_streams.py::test_a_line_that_is_drawn_again_is_waited_for_once[pipe]',
   ),
   Mutant(
     'own_name_is_a_loopback_address',

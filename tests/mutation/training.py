@@ -194,17 +194,17 @@ MUTANTS = (
   ),
   Mutant(
     'a_process_restarts_again_and_again',
-    't5x_lite/runtime/huge_pages.py',
+    't5x_lite/runtime/restart.py',
     ' or os.environ.get(_RESTARTED) == process',
     '',
-    'tests/runtime/test_huge_pages.py::test_a_process_restarts_once_if_its_environment_is_reset',
+    'tests/runtime/test_restart.py::test_a_process_restarts_once_if_its_environment_is_reset',
   ),
   Mutant(
     'a_program_from_a_pipe_restarts',
     't5x_lite/runtime/restart.py',
     ' or program is None or not os.path.isfile(program)',
     '',
-    'tests/runtime/test_huge_pages.py::test_a_program_that_cannot_be_read_again_does_not_restart',
+    'tests/runtime/test_restart.py::test_a_program_that_cannot_be_read_again_does_not_restart',
   ),
   Mutant(
     'microbatches_share_dropout_masks',

@@ -5,6 +5,7 @@ import dataclasses
 import decimal
 import re
 
+from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.errors import ExitCode
 from t5x_lite.formatting import show
 
@@ -117,8 +118,9 @@ def parse_num_bytes(text: str) -> int:
   return int(decimal.Decimal(match[1]) * _UNITS[match[2].upper()])
 
 
-def run_command(arguments: argparse.Namespace) -> int:
+def run_command(invocation: Invocation) -> int:
   """Run the command and return its exit status."""
+  flags = invocation.flags
   import jax
 
   # Conversion needs no accelerator.
@@ -130,11 +132,11 @@ def run_command(arguments: argparse.Namespace) -> int:
   progress = runtime.Progress(unit='tensor')
   try:
     done = convert.convert(
-      arguments.source,
-      arguments.output,
+      flags.source,
+      flags.output,
       progress=progress,
       **{
-        field.name: getattr(arguments, field.name)
+        field.name: getattr(flags, field.name)
         for field in dataclasses.fields(convert.ConvertConfig)
       },
     )

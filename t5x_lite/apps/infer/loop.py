@@ -42,7 +42,7 @@ class _Reader:
   def __init__(self, source: data.ExampleSource, cfg: InferConfig, first_batch: int):
     self._source = source
     self._cfg = cfg
-    self._first = first_batch * cfg.shard.num_shards + cfg.shard.shard_id
+    self._first = first_batch * cfg.num_shards + cfg.shard
     self.num_examples = 0
 
   def batches(self) -> Iterator[tuple[list[data.Example], int, dict[str, Array]]]:
@@ -53,7 +53,7 @@ class _Reader:
     records = []
     for record in self._source.records(number):
       number += 1
-      if batch % self._cfg.shard.num_shards == self._cfg.shard.shard_id:
+      if batch % self._cfg.num_shards == self._cfg.shard:
         records.append(record)
       if number == (batch + 1) * size:
         if records:

@@ -5,32 +5,26 @@
 The same command resumes a run that was stopped or killed; the result is bitwise that of an uninterrupted run.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 import contextlib
 import dataclasses
 import functools
 import logging
 import os
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
-from t5x_lite import actions as actions_lib
-from t5x_lite import averaging
 from t5x_lite import checkpoints
-from t5x_lite import data
 from t5x_lite import evaluation
 from t5x_lite import files
-from t5x_lite import models
 from t5x_lite import multihost
 from t5x_lite import partitioning
 from t5x_lite import runtime
 from t5x_lite import standard_streams
-from t5x_lite import state_init
 from t5x_lite import summaries
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.actions import TRAIN_METRIC_KEY
-from t5x_lite.actions import ActionMode
 from t5x_lite.actions import run_actions
 from t5x_lite.apps.common import memory as memory_lib
 from t5x_lite.apps.common import parts as parts_lib
@@ -41,6 +35,7 @@ from t5x_lite.apps.common import waiting
 from t5x_lite.apps.common.evaluations import EvaluationInterrupted
 from t5x_lite.apps.common.evaluations import RunEvaluations
 from t5x_lite.apps.common.evaluations import due_names
+from t5x_lite.apps.common.options import takes_options
 from t5x_lite.apps.train.batches import TrainBatches
 from t5x_lite.apps.train.batches import no_batch_error
 from t5x_lite.apps.train.compilation import StepCompilation
@@ -48,7 +43,6 @@ from t5x_lite.apps.train.compilation import log_compilation
 from t5x_lite.apps.train.config import TrainConfig
 from t5x_lite.apps.train.loop import TrainLoop
 from t5x_lite.apps.train.saves import TrainSaves
-from t5x_lite.apps.train.step_log import LogConfig
 from t5x_lite.apps.train.step_log import StepLog
 from t5x_lite.errors import ConfigError, ExitCode, StoppedOnSignalError
 from t5x_lite.formatting import show
@@ -59,126 +53,12 @@ from t5x_lite.train_state import TrainState
 __all__ = ['TRAIN_METRIC_KEY', 'run_actions', 'train']
 
 
-def train(
-  *,
-  model: models.BaseModel,
-  train_dataset_cfg: data.DatasetConfig,
-  train_eval_dataset_cfg: data.DatasetConfig | None,
-  infer_eval_dataset_cfg: data.DatasetConfig | None,
-  checkpoint_cfg: checkpoints.CheckpointConfig,
-  partitioner: partitioning.PjitPartitioner,
-  trainer_cls: trainer_lib.BaseTrainerConstructor,
-  model_dir: str,
-  total_steps: int | None,
-  eval_steps: int | None,
-  eval_period: int | None,
-  relative_steps: int | None = None,
-  stats_period: int | None = None,
-  random_seed: int | None = 0,
-  use_hardware_rng: bool = False,
-  summarize_config_fn: Callable[[str, Any, int], None] | None = None,
-  inference_evaluator_cls: Any = None,
-  get_dataset_fn: Callable[..., Any] = data.get_dataset,
-  actions: Mapping[str | ActionMode, Sequence[actions_lib.BaseAction]] | None = None,
-  train_eval_get_dataset_fn: Callable[..., Mapping[str, Any]] = data.get_training_eval_datasets,
-  run_eval_before_training: bool = False,
-  train_state_initializer_cls: type[
-    state_init.TrainStateInitializer
-  ] = state_init.TrainStateInitializer,
-  use_orbax: bool = True,
-  verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None]
-  | None = data.verify_matching_vocabs,
-  gc_period: int = 0,
-  num_prefetched_batches: int = 2,
-  num_retries: int = 3,
-  max_batch_seconds: float | None = None,
-  max_step_seconds: float | Literal['auto'] | None = 'auto',
-  max_evaluation_seconds: float | None = None,
-  max_saving_seconds: float | None = None,
-  warn_every_seconds: float | None = None,
-  max_store_seconds: float = 300.0,
-  spool_dir: str | None = None,
-  profile_steps: Sequence[int] | runtime.ProfileConfig | None = None,
-  log_cfg: LogConfig = LogConfig(),
-  infer_eval_period: int | None = None,
-  infer_eval_cfg: evaluation.InferenceEvalConfig = evaluation.InferenceEvalConfig(),
-  concurrent_metrics: bool = True,
-  evaluations: Sequence[evaluation.Evaluation] = (),
-  param_ema: averaging.ParamEma | None = None,
-  event_fns: Callable[[runtime.Event], None]
-  | Sequence[Callable[[runtime.Event], None]]
-  | None = None,
-  dry_run: bool = False,
-) -> tuple[int, TrainState]:
+@takes_options(TrainConfig)
+def train(cfg: TrainConfig) -> tuple[int, TrainState]:
   """Train a model, with evaluations and checkpoints.
 
   The run starts from its own newest sound checkpoint in `model_dir`, else from that of `checkpoint_cfg.restore`, else
   from scratch. At each step, evaluations come before the save, so that a checkpoint covers all results up to its step.
-
-  Args:
-    model: the model with its optimizer.
-    train_dataset_cfg: training data.
-    train_eval_dataset_cfg: data of teacher-forced evaluations, or None.
-    infer_eval_dataset_cfg: data of evaluations by decoding, or None.
-    checkpoint_cfg: when to save checkpoints, and which one to start from.
-    partitioner: the mesh and the sharding rules.
-    trainer_cls: constructor of the trainer, e.g. `trainer.Trainer` with its learning-rate schedule bound.
-    model_dir: the run directory; only one running process may use it.
-    total_steps: step at which the run ends, counted from the model's first step; the step of the checkpoint, or 0,
-      trains no step, e.g. to evaluate with `run_eval_before_training`. None with `relative_steps`, or to
-      train until the data ends (`DatasetConfig.num_epochs`), an action ends the run, or a signal stops it. Data that
-      ends before this step ends the run in the same way, with an evaluation and a save, and with the cause
-      'data_ended' in the last log line and in `events.jsonl`.
-    eval_steps: maximum number of batches per teacher-forced evaluation; None for the entire split.
-    eval_period: number of steps between evaluations; None evaluates only after the last step, which is always
-      evaluated. 0 evaluates at no step except with `run_eval_before_training` and `infer_eval_period`.
-    relative_steps: number of steps after the checkpoint that the run first started from; replaces `total_steps`.
-    stats_period: number of steps between training metrics; None for a tenth of `eval_period`. Metrics are also written
-      whenever training pauses for another reason. With training actions, the run waits for the device before each
-      write.
-    random_seed: seed of parameters and dropout. None is 0, or the seed that a resumed run has recorded.
-    use_hardware_rng: use a generator that is faster on accelerators; its numbers depend on the mesh.
-    summarize_config_fn: called with (model_dir, summary writer or None, step) to record the configuration.
-    inference_evaluator_cls: None, or seqio.Evaluator; see `evaluation.InferenceEvaluator`.
-    get_dataset_fn: opens the training data, like `data.open_train_iterator` or T5X's `data.get_dataset`.
-    actions: actions that may stop the run, by 'TRAIN', 'TRAIN_EVAL' or 'INFER_EVAL'.
-    train_eval_get_dataset_fn: opens the evaluation data, like `data.open_eval_iterators` or T5X's
-      `data.get_training_eval_datasets`.
-    run_eval_before_training: also evaluate before the first step of the run.
-    train_state_initializer_cls: class of the state initializer.
-    use_orbax: True, since checkpoints are written in Orbax's format; False is accepted if no checkpoint is saved.
-      Both formats of T5X are read with either value.
-    verify_matching_vocabs_fn: raises if the vocabularies of data and model differ; None skips the check.
-    gc_period: number of steps between garbage collections; 0 leaves them to Python.
-    num_prefetched_batches: number of batches prepared in the background.
-    num_retries: number of times in a row to reopen training data that raised OSError or DataUnavailableError, at the
-      position of the failed batch or at the saved one, after 1, 2, 4, ... seconds.
-    max_batch_seconds: save and end the run if a training batch takes longer; None only warns, with the stacks of all
-      threads, every 5 minutes. The first batch, also after a rollback, has no limit.
-    max_step_seconds: end the run, with the stacks of all threads of all processes, if a step takes longer. 'auto' is
-      the larger of 1,800 s and 50 times the median of the last 101 steps, from the second step of the process on; with
-      several processes, a step does not count while another process evaluates, saves or compiles. None only warns. In
-      all cases there is a warning, once, if a step takes longer than 10 minutes and than 20 times the median.
-    max_evaluation_seconds: the same limit for a batch of an evaluation; None warns after 30 minutes.
-    max_saving_seconds: the same limit for the time that training waits for a save; None warns after 30 minutes.
-    warn_every_seconds: warn with the stacks of all threads each time that this time passes without a completed step,
-      whatever the run does, and never end the run; independent of the limits above. None for no such warnings.
-    max_store_seconds: how long a request to an object store is repeated if it fails for a temporary reason.
-    spool_dir: local folder outside of `model_dir` that keeps the newest checkpoint if it cannot be written to
-      `model_dir`; the next run with this folder copies it there. With several processes, all must share it.
-    profile_steps: `runtime.ProfileConfig` with the steps to profile into `model_dir/train`; or (first, last) for the
-      steps after `first` up to `last`.
-    log_cfg: log lines about batches, steps and the memory of devices.
-    infer_eval_period: number of steps between evaluations by decoding; None for `eval_period`.
-    infer_eval_cfg: options of evaluations by decoding.
-    concurrent_metrics: compute and write the metrics of decoded texts while training continues. The run waits for them
-      before it saves, evaluates again or calls actions with them.
-    evaluations: further evaluations, each with its data, batch size, metrics and steps.
-    param_ema: running average of the parameters, saved and by default used for evaluations; None keeps none.
-    event_fns: a function or a list of functions that are called with each event of the run, a `runtime.Event`, in every
-      process; the lead process also writes it to `model_dir/events.jsonl`. Training waits for them, so they should
-      return at once. Their exceptions do not end the run.
-    dry_run: print the plan of the run without training.
 
   Returns:
     (number of completed steps, state); with `dry_run` the state's shapes.
@@ -196,7 +76,7 @@ def train(
     StoppedOnSignalError: stopped by SIGINT, SIGTERM or SIGHUP; the state is saved, and the message has the command to
       resume.
   """
-  cfg = TrainConfig(**locals())
+  given_dir = cfg.model_dir
   cfg = dataclasses.replace(cfg, model_dir=checkpoints.without_links(cfg.model_dir))
   files.set_store_seconds(cfg.model_dir, cfg.max_store_seconds)
   profiler = runtime.StepProfiler(cfg.profile_steps, os.path.join(cfg.model_dir, 'train'))
@@ -236,9 +116,9 @@ def train(
       cfg.partitioner.mesh.local_devices, is_enabled=cfg.log_cfg.device_memory
     )
 
-    if cfg.model_dir != os.fspath(model_dir):
+    if cfg.model_dir != os.fspath(given_dir):
       progress.log(
-        f'MODEL_DIR {os.fspath(model_dir)} is a link or below one: the run uses {cfg.model_dir} until it ends.'
+        f'MODEL_DIR {os.fspath(given_dir)} is a link or below one: the run uses {cfg.model_dir} until it ends.'
       )
 
     # Starting point: this run's checkpoint, the configured one, or none. A run of an earlier version keeps its ids.

@@ -276,7 +276,7 @@ class TrainSaves:
       remedy = 'Wait for the store'
     else:
       remedy = 'Free disk space or fix the path'
-    newest = max(self._newest, getattr(self._last_failure, 'kept_step', None) or 0)
+    newest = max(self._newest_there(), getattr(self._last_failure, 'kept_step', None) or 0)
     text = f'{remedy}, then rerun the command: it continues from step {newest:,}'
     first = newest + 1
     step = self._trainer.step
@@ -286,13 +286,25 @@ class TrainSaves:
       text += f'; steps {first:,} to {step:,} are lost'
     return f'{text}.'
 
+  def _newest_there(self) -> int:
+    """Return the step from which the checkpoints of the directory let the run continue."""
+    if files.is_remote(self._manager.directory) or self._manager.is_away:
+      return self._newest  # the directory comes back with its checkpoints
+    try:
+      found = [step for step in self._manager.all_steps() if step <= self._newest]
+    except FileNotFoundError:  # deleted
+      found = []
+    except OSError:
+      return self._newest
+    return max(found, default=self._run_facts['start_step'])
+
   def wait(self, *, is_last: bool = False) -> None:
     """Wait for the previous save and count it if it failed; raise like `save`."""
     if not self._is_writing:
       return
     self._is_writing = False
     try:
-      if self._wait_or_keep():
+      if self._wait_or_keep() and jax.process_count() == 1:
         self._manager.keep()
       self._manager.wait()
     except SaveError as error:
@@ -305,19 +317,19 @@ class TrainSaves:
   def _wait_or_keep(self) -> bool:
     """Wait for the previous save, and return whether a signal means that the spool folder must have the state first.
 
-    The machine may soon be taken away, so a store that does not answer gets less time. Several processes, which could
-    disagree on when the signal came, wait for the previous save.
+    The machine may soon be taken away, so a store that does not answer gets less time. Several processes hear of a
+    signal at different times, so they agree.
     """
     while True:
       keeps = self._signals.requested and self._run_cfg.spool_dir is not None
-      if keeps:
-        limit = min(self._run_cfg.max_store_seconds, _STORE_SECONDS_AFTER_SIGNAL)
-        files.set_store_seconds(self._manager.directory, limit)
-      if jax.process_count() > 1:
-        return False
       if keeps or not self._manager.is_writing:
-        return keeps
+        break
       self._manager.wait_for(_POLL_SECONDS)
+    keeps = multihost.any_process(keeps)
+    if keeps:
+      limit = min(self._run_cfg.max_store_seconds, _STORE_SECONDS_AFTER_SIGNAL)
+      files.set_store_seconds(self._manager.directory, limit)
+    return keeps
 
   def _log_committed(self) -> None:
     if self._committed:

@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 from t5x_lite import errors
-from t5x_lite.checkpoints import options
+from t5x_lite.checkpoints import config
 from t5x_lite.checkpoints import sources
 from t5x_lite.checkpoints import transforms
 from t5x_lite.checkpoints.builders import base
@@ -23,7 +23,7 @@ Chain = tuple[base.StateBuilder, ...]
 
 def chain_of(
   path: str | os.PathLike[str] | None,
-  cfg: options.RestoreOptions,
+  cfg: config.RestoreCheckpointConfig,
   *,
   transformation_fns: Sequence[base.StateBuilder | transforms.RestoreStateTransformationFn] = (),
   is_resuming: bool = False,
@@ -58,7 +58,7 @@ def first_step(chain: Chain) -> int | None:
   return step
 
 
-def describe(path: str | None, cfg: options.RestoreOptions) -> str:
+def describe(path: str | None, cfg: config.RestoreCheckpointConfig) -> str:
   """Return a text about the origin of a state for the log."""
   parts = [] if path is None else [path]
   if _uses_average(path, cfg):
@@ -67,7 +67,7 @@ def describe(path: str | None, cfg: options.RestoreOptions) -> str:
   return ', then '.join(parts)
 
 
-def identity(cfg: options.RestoreOptions) -> dict[str, list[str]]:
+def identity(cfg: config.RestoreCheckpointConfig) -> dict[str, list[str]]:
   """Return what the builders of `cfg` add to the identity of results, as JSON values; {} without builders."""
   added = {}
   if cfg.use_param_average is not None:
@@ -77,7 +77,7 @@ def identity(cfg: options.RestoreOptions) -> dict[str, list[str]]:
   return added
 
 
-def _uses_average(path: str | os.PathLike[str] | None, cfg: options.RestoreOptions) -> bool:
+def _uses_average(path: str | os.PathLike[str] | None, cfg: config.RestoreCheckpointConfig) -> bool:
   """Return whether the stored average of the parameters becomes the parameters."""
   if path is None or not cfg.use_param_average:
     return False

@@ -104,6 +104,11 @@ class HeldLock(Protocol):
 
   holder: str
 
+  @property
+  def is_deleted(self) -> bool:
+    """True if the directory was deleted on its disk."""
+    ...
+
   def check(self) -> None:
     """Raise if another process has locked the directory too; before a save and a commit."""
 

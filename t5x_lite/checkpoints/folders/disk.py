@@ -296,6 +296,11 @@ class FileLock:
     os.pwrite(fd, self.holder.encode(), 0)
     os.fsync(fd)  # a network file system shows it to other hosts
 
+  @property
+  def is_deleted(self) -> bool:
+    """True if the directory was deleted: its files have no name any more."""
+    return self._fd is not None and not os.fstat(self._fd).st_nlink
+
   def check(self) -> None:
     """Raise if another process has locked the directory too: locks of its file system failed or were lost.
 

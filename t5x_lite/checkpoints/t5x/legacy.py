@@ -12,12 +12,11 @@ import jax
 
 from t5x_lite import checks
 from t5x_lite import files
-from t5x_lite.checkpoints import checkpointer
 from t5x_lite.checkpoints import config
 from t5x_lite.checkpoints import discovery
-from t5x_lite.checkpoints import manager_interface
 from t5x_lite.checkpoints import train_states
 from t5x_lite.checkpoints import transforms
+from t5x_lite.checkpoints.t5x import checkpointer
 from t5x_lite.compat import names as t5x_names
 from t5x_lite.partitioning import BasePartitioner
 from t5x_lite.train_state import TrainState
@@ -313,7 +312,7 @@ def create_orbax_checkpoint_manager(
   partitioner: BasePartitioner,
   ds_iter: Any = None,
   model_dir: str | None = None,
-) -> manager_interface.OrbaxCheckpointManagerInterface:
+) -> checkpointer.OrbaxCheckpointManagerInterface:
   """Return the manager of `checkpoint_manager_cls`.
 
   Args:
@@ -337,7 +336,7 @@ def create_orbax_checkpoint_manager(
       classes,
       'Set it in both, or in neither.',
     )
-  make: Any = classes[0] or manager_interface.OrbaxCheckpointManagerInterface
+  make: Any = classes[0] or checkpointer.OrbaxCheckpointManagerInterface
   kwargs = {}
   if save_cfg is not None and config.is_standard(make, 'save', '__init__'):
     kwargs['save_cfg'] = dataclasses.replace(save_cfg, state_transformation_fns=())
@@ -368,7 +367,7 @@ def create_checkpoint_manager_and_restore(
   ds_iter: Any = None,
   use_orbax: bool = False,
 ) -> tuple[
-  TrainState | None, LegacyCheckpointManager | manager_interface.OrbaxCheckpointManagerInterface
+  TrainState | None, LegacyCheckpointManager | checkpointer.OrbaxCheckpointManagerInterface
 ]:
   """Return the state of one checkpoint and the manager of further ones.
 

@@ -12,7 +12,7 @@ import pytest
 from t5x_lite import checkpoints
 from t5x_lite import errors
 from t5x_lite import tree_utils
-from t5x_lite.checkpoints import loading
+from t5x_lite.checkpoints.t5x import loading
 from tests.checkpoints import checkpoint_states as states
 from tests.checkpoints.sources import t5x_samples as samples
 

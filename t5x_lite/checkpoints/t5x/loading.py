@@ -14,8 +14,8 @@ from t5x_lite import checks
 from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import plain_paths
+from t5x_lite.checkpoints import config
 from t5x_lite.checkpoints import discovery
-from t5x_lite.checkpoints import options
 from t5x_lite.checkpoints import restore
 from t5x_lite.checkpoints import sources
 from t5x_lite.checkpoints import transforms
@@ -101,8 +101,8 @@ def load_t5x_checkpoint(
   checks.check(
     'load_t5x_checkpoint',
     locals(),
-    restore_dtype=options.FLOAT_DTYPE.or_none(),
-    state_transformation_fns=options.FUNCTIONS,
+    restore_dtype=config.FLOAT_DTYPE.or_none(),
+    state_transformation_fns=config.FUNCTIONS,
   )
   checks.check(
     'load_t5x_checkpoint',
