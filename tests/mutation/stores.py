@@ -61,9 +61,9 @@ MUTANTS = (
   ),
   Mutant(
     'a_deleted_run_directory_comes_back',
-    't5x_lite/checkpoints/lock.py',
-    'return self._fd is None or os.fstat(self._fd).st_nlink > 0',
-    'return True',
+    't5x_lite/checkpoints/folders/disk.py',
+    'return self._fd is not None and not os.fstat(self._fd).st_nlink',
+    'return False',
     'tests/apps/train/test_moved_folder.py::test_steps_of_deleted_checkpoints_are_lost',
   ),
   Mutant(
