@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import concurrent.futures
 import contextlib
 import errno
+import fcntl
 import glob
 import os
 import pathlib
@@ -253,6 +254,26 @@ def check_size(name: PathLike, size: int, max_bytes: int | None) -> None:
       f'{os.fspath(name)!r} must have at most {max_bytes:,} bytes, got {size:,}. Replace it by a copy of the '
       'original file.'
     )
+
+
+def flock(descriptor: int) -> None:
+  """Lock an open local file or folder until it is closed; raise BlockingIOError if another process has locked it."""
+  fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def lock_folder(folder: PathLike) -> int:
+  """Lock a local folder that this process has made; return the descriptor, which holds the lock until it is closed.
+
+  Raises:
+    OSError: another process has locked it, or it is missing.
+  """
+  descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+  try:
+    flock(descriptor)
+  except OSError:
+    os.close(descriptor)
+    raise
+  return descriptor
 
 
 def check_regular(name: str | os.PathLike[str]) -> None:

@@ -21,7 +21,6 @@ __getattr__, __dir__, __all__ = lazy_names(
       'newest_of_others',
       'newest_sound_step',
     ),
-    't5x_lite.checkpoints.commit': ('remove_dataset_checkpoint',),
     't5x_lite.checkpoints.config': (
       'CheckpointConfig',
       'CheckpointManagerConstructor',
@@ -43,10 +42,10 @@ __getattr__, __dir__, __all__ = lazy_names(
       'latest_step_of_any_program',
       'pin_checkpoint',
       'pinned_checkpoint_filepath',
-      'remove_checkpoint_dir',
       'unpin_checkpoint',
     ),
     't5x_lite.checkpoints.event_metrics': ('populate_metrics_for_steps',),
+    't5x_lite.checkpoints.folders': ('remove_checkpoint_dir', 'remove_dataset_checkpoint'),
     't5x_lite.checkpoints.layout': ('param_layout_fns',),
     't5x_lite.checkpoints.t5x.legacy': (
       'LegacyCheckpointManager',

@@ -22,8 +22,6 @@ import logging
 import os
 import pathlib
 import re
-import shutil
-import uuid
 
 from t5x_lite import checks
 from t5x_lite import errors
@@ -43,6 +41,7 @@ ATTEMPT_PREFIX = 'attempt-'
 INCOMPLETE_FILENAME = 'INCOMPLETE'
 STATE_DIRNAME = 'state'
 DATASET_DIRNAME = 'dataset'
+LOCK_FILENAME = '.lock'
 
 # A directory with one of these infixes is not a checkpoint: it is incomplete, replaced or being deleted.
 WRITING_INFIX = files.WRITING_INFIX
@@ -51,7 +50,8 @@ DELETED_INFIX = '.deleted-'
 
 _STEP_RE = re.compile(rf'{CHECKPOINT_PREFIX}_(0|[1-9]\d*)')
 _INFIXES = '|'.join(map(re.escape, (WRITING_INFIX, REPLACED_INFIX, DELETED_INFIX)))
-_LEFTOVER_RE = re.compile(rf'({CHECKPOINT_PREFIX}_\d+)({_INFIXES}).*')
+# Names of leftovers: (name of the checkpoint)(infix).
+LEFTOVER_RE = re.compile(rf'({CHECKPOINT_PREFIX}_\d+)({_INFIXES}).*')
 
 # Owner and name; a few old models have no owner.
 _HUB_NAME_RE = re.compile(r'[\w-][\w.-]*/[\w-][\w.-]*|[\w.-]*t5-[\w.-]+|switch-[\w.-]+')
@@ -305,133 +305,3 @@ def is_protected(ckpt_dir: PathLike) -> bool:
     return True
   has_manifest = (files.path(ckpt_dir) / MANIFEST_FILENAME).is_file()
   return not (has_manifest or is_incomplete(ckpt_dir))
-
-
-def remove_checkpoint_dir(ckpt_dir: PathLike) -> None:
-  """Delete a checkpoint unless it is pinned; a process that dies meanwhile leaves no partial checkpoint."""
-  if not is_pinned_checkpoint(ckpt_dir):
-    path = files.path(ckpt_dir)
-    delete(path, path.name)
-
-
-def delete(path: files.Path, final_name: str) -> None:
-  """Delete a folder so that a partially deleted one is never mistaken for a checkpoint, also of another program.
-
-  On a disk it is renamed first. In a store it is marked as incomplete, then its manifest is deleted, and the mark last.
-
-  Args:
-    path: the folder.
-    final_name: name of the checkpoint that the folder is or was.
-  """
-  if files.is_remote(path):
-    mark_incomplete(path)
-    files.remove(path / MANIFEST_FILENAME)
-    others = [path / name for name in path.find() if name != INCOMPLETE_FILENAME]
-    files.each(files.remove, others)
-    files.remove(path / INCOMPLETE_FILENAME)
-  else:
-    doomed = path.with_name(f'{final_name}{DELETED_INFIX}{uuid.uuid4().hex[:8]}')
-    path.rename(doomed)
-    shutil.rmtree(doomed)
-
-
-def mark_incomplete(path: files.Path, attempt: str = '') -> None:
-  """Mark a folder of a store, in which a save (named `attempt`) or a deletion begins."""
-  files.write(
-    path / INCOMPLETE_FILENAME,
-    f'A save or a deletion has begun here. Without manifest.json this is not a checkpoint. {attempt}\n',
-  )
-
-
-def upload(source: pathlib.Path, target: files.Path) -> None:
-  """Copy a checkpoint from a disk to another one or to a store; `target` is complete or does not exist.
-
-  Raises:
-    CheckpointError: there is something at `target` that another program wrote.
-  """
-  if not files.is_remote(target):
-    check_free(target)
-    temporary = target.with_name(f'{target.name}{WRITING_INFIX}{uuid.uuid4().hex[:8]}')
-    try:
-      shutil.copytree(source, temporary)
-      files.fsync_tree(temporary)
-      files.rename(temporary, target)
-    except BaseException:
-      files.remove_tree(temporary, ignore_errors=True)
-      raise
-    return
-  if is_incomplete(target):
-    delete(target, target.name)
-  check_free(target)
-  mark_incomplete(target)
-  assert files.is_remote(target)
-  names = [name for name in untrusted.walk(source) if name != MANIFEST_FILENAME]
-  files.each(
-    lambda path: path.upload(source / path.relative_to(target)), [target / name for name in names]
-  )
-  manifest = (source / MANIFEST_FILENAME).read_bytes()
-  (target / MANIFEST_FILENAME).write_bytes(manifest, files.fence_of(target))
-  files.remove(target / INCOMPLETE_FILENAME)
-
-
-def move(source: files.Path, target: files.Path) -> None:
-  """Rename a checkpoint, or in a store copy it and delete the source; one of both is complete at any time."""
-  if not files.is_remote(source):
-    source.rename(target)
-    return
-  mark_incomplete(target)
-  assert files.is_remote(target)  # as the source is
-  names = source.find()
-  copied = [name for name in names if name not in (MANIFEST_FILENAME, INCOMPLETE_FILENAME)]
-  files.each(
-    lambda path: path.copy_object(target / path.relative_to(source)),
-    [source / name for name in copied],
-  )
-  if MANIFEST_FILENAME in names:
-    (source / MANIFEST_FILENAME).copy_object(target / MANIFEST_FILENAME)
-  files.remove(target / INCOMPLETE_FILENAME)
-  delete(source, source.name)
-
-
-def clean_leftovers(checkpoints_dir: PathLike) -> list[str]:
-  """Remove leftovers of runs that died while saving or deleting; the caller must hold the directory's lock.
-
-  A checkpoint that was renamed to be replaced gets its name back if the new checkpoint was not committed; otherwise it
-  is deleted unless it is protected.
-
-  Args:
-    checkpoints_dir: the model directory.
-
-  Returns:
-    Names of the removed and renamed files and folders.
-  """
-  done = []
-  for entry in sorted(files.path(checkpoints_dir).iterdir()):
-    match = _LEFTOVER_RE.fullmatch(entry.name)
-    if entry.name.startswith(f'{METRICS_FILENAME}{WRITING_INFIX}'):
-      entry.unlink()
-      done.append(entry.name)
-    if files.is_remote(entry) and (match or _STEP_RE.fullmatch(entry.name)):
-      if is_incomplete(entry):
-        _logger.info('Removing %s, left behind by a run that died.', entry)
-        delete(entry, entry.name)
-        done.append(entry.name)
-        continue
-      if (entry / INCOMPLETE_FILENAME).is_file():
-        files.remove(entry / INCOMPLETE_FILENAME)  # the run died right after the commit
-    if match is None or not entry.is_dir():
-      continue
-    final = entry.with_name(match.group(1))
-    is_replaced = match.group(2) == REPLACED_INFIX
-    if is_replaced and final.exists() and is_protected(entry):
-      continue
-    done.append(entry.name)
-    if is_replaced and not final.exists():
-      _logger.warning(
-        'Renaming a checkpoint back to %s: the run that was replacing it died.', final
-      )
-      move(entry, final)
-    else:
-      _logger.info('Removing %s, left behind by a run that died.', entry)
-      delete(entry, final.name)
-  return done

@@ -41,6 +41,8 @@ _MAX_VAIN = 5
 class Lease:
   """A lease that this process holds and renews in a thread until `release`."""
 
+  is_deleted = False  # a store has no folders
+
   def __init__(self, folder: object_store.StorePath, name: str, *, in_use: str):
     """Take the lease of `folder`.
 
@@ -90,6 +92,10 @@ class Lease:
       self._renew()
     if self._lost is not None:
       raise self._lost
+
+  def check_writing(self) -> None:
+    """Do the same as `check`, before each attempt to write a file below the folder."""
+    self.check()
 
   def release(self) -> None:
     """Stop renewing and delete the lease's object."""

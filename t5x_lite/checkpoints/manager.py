@@ -1,7 +1,7 @@
 """Manager that saves checkpoints in the background and restores them.
 
 A save copies the state's values and returns; a background thread then writes them below a temporary name and commits
-them (`commit`). Older checkpoints are deleted only after the commit (`retention`). The next `save`, `wait`, `restore`
+them (`folders`). Older checkpoints are deleted only after the commit (`retention`). The next `save`, `wait`, `restore`
 or `close` raises errors of the background thread.
 """
 
@@ -16,8 +16,6 @@ import json
 import logging
 import operator
 import os
-import re
-import shutil
 import threading
 from typing import Any
 import uuid
@@ -30,9 +28,9 @@ from t5x_lite import files
 from t5x_lite import multihost
 from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import choice
-from t5x_lite.checkpoints import commit as commit_lib
 from t5x_lite.checkpoints import config
 from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints import folders
 from t5x_lite.checkpoints import lock as lock_lib
 from t5x_lite.checkpoints import manifest
 from t5x_lite.checkpoints import policies
@@ -42,6 +40,7 @@ from t5x_lite.checkpoints import retention
 from t5x_lite.checkpoints import spool as spool_lib
 from t5x_lite.checkpoints import state_io
 from t5x_lite.checkpoints import transforms
+from t5x_lite.checkpoints.folders import base as folders_base
 
 _logger = logging.getLogger(__name__)
 
@@ -80,13 +79,12 @@ class CheckpointManager:
     self._begun: process_save.ProcessSave | None = None
     self._error: tuple[int, BaseException] | None = None
     self._own_steps: set[int] = set()
-    self._has_partial_files = False
     # The newest step with a finite loss, and committed steps whose loss is not yet known; see `confirm`.
     self._sound_step: int | None = None
     self._committed_unsound: set[int] = set()
     self._committing = threading.Lock()
     self._lock: lock_lib.ModelDirLock | None = None
-    self._in_store = files.is_remote(self._directory)
+    self._folder = folders.model_folder(self._directory)
     self._spool: spool_lib.Spool | None = None
     if spool_dir is not None:
       self._spool = spool_lib.Spool(spool_dir, self._directory)
@@ -100,6 +98,7 @@ class CheckpointManager:
       self._lock = lock_lib.lock_model_dir(self._directory)
       # Without links: a link that is switched later would lead to a folder that is not locked.
       self._directory = self._lock.directory
+      self._folder = folders.model_folder(self._directory)
       try:
         self._lock.begin_saving()
       except errors.DirectoryInUseError:
@@ -291,7 +290,7 @@ class CheckpointManager:
     if not multihost.is_lead():
       return
     record_fn = functools.partial(retention.record_metrics, self._directory, step, dict(metrics))
-    if self._in_store:  # training does not wait for it
+    if self._folder.answers_late:
       self._recorder.submit(self._record, step, record_fn)
     else:
       self._record(step, record_fn)
@@ -339,8 +338,7 @@ class CheckpointManager:
       self.wait()
     finally:
       self._recorder.shutdown()
-      if self._has_partial_files and not self._in_store:
-        self._remove_partial_files()
+      self._folder.close()
       self._release()
 
   def __enter__(self) -> CheckpointManager:
@@ -423,7 +421,7 @@ class CheckpointManager:
       )
     found = errors.SaveError(
       f'The checkpoint of step {step} could not be written to {self.directory!r}: '
-      f'{commit_lib.explain(error).rstrip(".")}. Earlier checkpoints are complete.{kept}'
+      f'{folders_base.explain(error).rstrip(".")}. Earlier checkpoints are complete.{kept}'
     )
     if kept:
       found.kept_step = step
@@ -443,8 +441,7 @@ class CheckpointManager:
     if cfg.dtype is not None:
       flat = state_io.cast_floating(flat, restore_lib.is_cast, cfg.dtype)
     self._num_saves += 1
-    pending = commit_lib.new_save(
-      self._directory,
+    pending = self._folder.new_save(
       step,
       f'{self._run_id}-{self._num_saves}',
       arrays=manifest.describe_arrays(flat),
@@ -475,7 +472,7 @@ class CheckpointManager:
     if not multihost.is_lead():
       return None
     forget_fn = functools.partial(retention.forget_metrics, self._directory, step)
-    if self._in_store:  # training does not wait for it; in the order of these calls
+    if self._folder.answers_late:  # in the order of these calls
       self._recorder.submit(self._record, step, forget_fn)
       return None
     try:
@@ -510,13 +507,13 @@ class CheckpointManager:
       DirectoryInUseError: another run saves to the directory, because the lock was lost.
       OSError: the directory cannot be read, or is another folder than the one that was locked.
     """
-    if self._lock is not None and not self._in_store:
+    if self._lock is not None and not self._folder.answers_late:
       self._lock.check()
 
-  def _make_folder(self, pending: commit_lib.PendingCheckpoint) -> None:
+  def _make_folder(self, pending: folders_base.PendingCheckpoint) -> None:
     self._check_lock()
-    self._remove_partial_files()
-    commit_lib.begin(pending)
+    self._folder.discard_rest()
+    self._folder.begin(pending)
 
   def _run(
     self,
@@ -529,14 +526,14 @@ class CheckpointManager:
     try:
       try:
         begun.write()
-        commit_lib.mark_part_written(pending)
+        self._folder.mark_written(pending)
       except BaseException as e:  # pylint: disable=broad-exception-caught
         failed = e
       # Failed processes reach the barrier too; otherwise the others would wait for them.
       state_io.barrier(f'{name}:written')
       if multihost.is_lead() and failed is None:
         try:
-          commit_lib.commit(pending, self._check_lock)
+          self._folder.commit(pending, self._check_lock)
           with self._committing:
             is_sound = self._sound_step == pending.step
             if not is_sound:
@@ -548,13 +545,13 @@ class CheckpointManager:
       state_io.barrier(f'{name}:committed')
       if begun.kept is not None:
         failed = begun.keep(begun.kept, failed)
-      elif failed is None and not commit_lib.is_committed(pending):
+      elif failed is None and not self._folder.is_committed(pending):
         failed = errors.of_other_process(
           errors.CheckpointError('the lead process could not commit it; see its message')
         )
       state_io.barrier(f'{name}:checked')
       if failed is not None and multihost.is_lead():
-        self._remove_partial_files(pending, failed)
+        self._folder.discard(pending, failed)
     except BaseException as e:  # pylint: disable=broad-exception-caught
       failed = failed or e  # a barrier timed out because a process died
     if failed is None:
@@ -562,34 +559,6 @@ class CheckpointManager:
       on_commit()
     else:
       self._error = (pending.step, failed)
-
-  def _remove_partial_files(
-    self, pending: commit_lib.PendingCheckpoint | None = None, error: BaseException | None = None
-  ) -> None:
-    """Remove what failed saves of this manager have left; in a store, of the save that failed with `error`."""
-    if self._in_store:
-      if pending is None:
-        if self._has_partial_files:
-          discovery.clean_leftovers(self._directory)
-          self._has_partial_files = False
-      elif commit_lib.is_unavailable(error):  # otherwise each removal would wait for the store
-        self._has_partial_files = True
-      else:
-        with contextlib.suppress(OSError):
-          commit_lib.discard(pending)
-      return
-    # `fullmatch`, since names of replaced checkpoints have the same suffix.
-    name = re.compile(
-      rf'{discovery.CHECKPOINT_PREFIX}_\d+{re.escape(discovery.WRITING_INFIX)}{self._run_id}-\d+'
-    )
-    try:
-      left = [folder for folder in self._directory.iterdir() if name.fullmatch(folder.name)]
-    except OSError:  # the directory is away; the next save tries again
-      self._has_partial_files = True
-      return
-    for folder in left:
-      shutil.rmtree(folder, ignore_errors=True)
-    self._has_partial_files = any(folder.exists() for folder in left)
 
   def _apply_retention_after(self, thread: threading.Thread | None, step: int) -> None:
     """Apply the retention after the thread that has committed `step`, which may still ask a silent store for it."""

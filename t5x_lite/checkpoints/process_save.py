@@ -14,10 +14,10 @@ from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import multihost
 from t5x_lite.checkpoints import array_io
-from t5x_lite.checkpoints import commit
 from t5x_lite.checkpoints import restore
 from t5x_lite.checkpoints import spool
 from t5x_lite.checkpoints import state_io
+from t5x_lite.checkpoints.folders import base
 
 _logger = logging.getLogger(__name__)
 
@@ -35,10 +35,10 @@ class ProcessSave:
     problem: error because of which this process must not write, or None.
   """
 
-  pending: commit.PendingCheckpoint
+  pending: base.PendingCheckpoint
   parts: array_io.HostParts
   data_state: Mapping[str, bytes] | None
-  begin_fn: Callable[[commit.PendingCheckpoint], None]
+  begin_fn: Callable[[base.PendingCheckpoint], None]
   kept: spool.Spool | None
   problem: Exception | None = None
 
@@ -58,7 +58,7 @@ class ProcessSave:
     self._barrier('begun')
     if failed is not None:
       raise failed
-    if not commit.has_begun(self.pending):
+    if not self.pending.folder.has_begun(self.pending):
       if multihost.is_lead():
         raise errors.CheckpointError(
           f'{str(self.pending.temporary)!r}, which was just made, is not found'
@@ -84,7 +84,8 @@ class ProcessSave:
     worst = outcome
     if jax.process_count() > 1:
       worst = self._worst_of_all(kept, outcome)
-    if failed is None and (worst != spool.OK or not commit.is_committed(self.pending)):
+    is_committed = worst == spool.OK and self.pending.folder.is_committed(self.pending)
+    if failed is None and not is_committed:
       failed = errors.of_other_process(
         errors.CheckpointError('another process could not write its part; see its message')
       )
@@ -127,7 +128,7 @@ class ProcessSave:
       )
       return None
 
-  def _write(self, pending: commit.PendingCheckpoint) -> None:
+  def _write(self, pending: base.PendingCheckpoint) -> None:
     if self.data_state is not None:
       write_data_state(pending, self.data_state)
     array_io.write_parts(pending.state, self.parts)
@@ -136,7 +137,7 @@ class ProcessSave:
     state_io.barrier(f'{self.pending.final.name}-{self.pending.attempt}:{name}')
 
 
-def write_data_state(pending: commit.PendingCheckpoint, data_state: Mapping[str, bytes]) -> None:
+def write_data_state(pending: base.PendingCheckpoint, data_state: Mapping[str, bytes]) -> None:
   """Write the position of this process's data iterator for a save."""
   name = restore.data_dir_name(jax.process_index(), jax.process_count())
   folder = pending.temporary / name / pending.own_folder

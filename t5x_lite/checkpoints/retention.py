@@ -9,8 +9,8 @@ import logging
 from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import untrusted
-from t5x_lite.checkpoints import commit
 from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints import folders
 from t5x_lite.checkpoints import manifest
 from t5x_lite.checkpoints import policies
 
@@ -89,13 +89,13 @@ def apply(
     if isinstance(policy, policies.KeepBest):
       _warn_of_unknown_metric(policy.metric_name, metrics)
   for step in policies.steps_to_delete(retention, steps, metrics, pinned):
-    discovery.remove_checkpoint_dir(path[step])
+    folders.remove_checkpoint_dir(path[step])
   if keep_dataset_checkpoints is not None:
     with_data = [
       step for step in discovery.all_dataset_checkpoint_steps(checkpoints_dir) if step in path
     ]
     for step in with_data[:-keep_dataset_checkpoints]:
-      commit.remove_dataset_checkpoint(path[step])
+      folders.remove_dataset_checkpoint(path[step])
 
 
 def _warn_of_unknown_metric(name: str, metrics: Mapping[int, Mapping[str, float]]) -> None:

@@ -25,9 +25,10 @@ from t5x_lite import checks
 from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import multihost
-from t5x_lite.checkpoints import commit
 from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints import folders
 from t5x_lite.checkpoints import manifest
+from t5x_lite.checkpoints.folders import base
 
 _logger = logging.getLogger(__name__)
 
@@ -79,13 +80,13 @@ class Spool:
         f'`train.spool_dir` must be a folder that can be written, got {spool_dir!r} ({e}).'
       ) from e
 
-  def report(self, pending: commit.PendingCheckpoint, outcome: int) -> None:
+  def report(self, pending: base.PendingCheckpoint, outcome: int) -> None:
     """Tell all processes the outcome of this process's part of a save: `OK`, `FAILED` or `LOST_LEASE`."""
     files.make_writable(self.folder)
     path = self.folder / f'{_name(pending)}.process_{jax.process_index()}'
     files.write(path, str(outcome), durable=False)
 
-  def worst(self, pending: commit.PendingCheckpoint) -> int:
+  def worst(self, pending: base.PendingCheckpoint) -> int:
     """Return the worst outcome of all processes, `FAILED` if one cannot be read; only after a barrier."""
     paths = [self.folder / f'{_name(pending)}.process_{i}' for i in range(jax.process_count())]
     deadline = time.monotonic()
@@ -97,15 +98,15 @@ class Spool:
       time.sleep(0.1)
     return max(int(path.read_text()) for path in paths)
 
-  def forget(self, pending: commit.PendingCheckpoint) -> None:
+  def forget(self, pending: base.PendingCheckpoint) -> None:
     """Remove the reports; only in the lead process, when all have read them."""
     for path in self.folder.glob(f'{_name(pending)}.process_*'):
       files.remove(path)
 
   def write(
     self,
-    pending: commit.PendingCheckpoint,
-    write_fn: Callable[[commit.PendingCheckpoint], None],
+    pending: base.PendingCheckpoint,
+    write_fn: Callable[[base.PendingCheckpoint], None],
     barrier_fn: Callable[[str], None],
   ) -> files.Path:
     """Write a checkpoint in place of those kept before; all processes call this together.
@@ -150,12 +151,11 @@ class Spool:
 
   def _write(
     self,
-    pending: commit.PendingCheckpoint,
-    write_fn: Callable[[commit.PendingCheckpoint], None],
+    pending: base.PendingCheckpoint,
+    write_fn: Callable[[base.PendingCheckpoint], None],
     barrier_fn: Callable[[str], None],
   ) -> files.Path:
-    here = commit.new_save(
-      self.folder,
+    here = folders.model_folder(self.folder).new_save(
       pending.step,
       pending.attempt,
       arrays=pending.arrays,
@@ -167,7 +167,7 @@ class Spool:
 
     def write_part():
       write_fn(here)
-      commit.mark_part_written(here)
+      here.folder.mark_written(here)
 
     # A process that fails reaches each barrier too; otherwise the others would wait for it.
     for name, fn, is_for_lead in (
@@ -201,23 +201,23 @@ class Spool:
       )
       self._newest = None
 
-  def _begin(self, here: commit.PendingCheckpoint) -> None:
+  def _begin(self, here: base.PendingCheckpoint) -> None:
     files.make_writable(self.folder)  # it may have been moved or deleted
-    commit.begin(here)
+    here.folder.begin(here)
 
-  def _commit(self, here: commit.PendingCheckpoint) -> None:
+  def _commit(self, here: base.PendingCheckpoint) -> None:
     with self._guard:
       if self._newest is not None and _number(here) < self._newest[0]:
         files.remove_tree(here.temporary, ignore_errors=True)
         return
-      commit.commit(here)
+      here.folder.commit(here)
       self._newest = _number(here), here.final
       self._write_unwritten()
       for step in discovery.all_steps(self.folder):
         if step != here.step:
-          discovery.remove_checkpoint_dir(discovery.get_checkpoint_dir(self.folder, step))
+          folders.remove_checkpoint_dir(discovery.get_checkpoint_dir(self.folder, step))
 
-  def clear(self, pending: commit.PendingCheckpoint | None = None) -> None:
+  def clear(self, pending: base.PendingCheckpoint | None = None) -> None:
     """Remove everything that was kept, after a save in the run directory, unless a later one than `pending` is kept."""
     with self._turn, self._guard:
       if pending is not None and self._newest is not None and _number(pending) < self._newest[0]:
@@ -284,7 +284,7 @@ class Spool:
     for path in (self.folder / _UNWRITTEN).glob('*'):
       files.write_unwritten(urllib.parse.unquote(path.name), path.read_bytes())
       path.unlink()  # a part would be added again
-    discovery.upload(source, target)
+    folders.model_folder(self._model_dir).upload(source, source.name)
     self.clear()
     return step
 
@@ -342,10 +342,10 @@ def recover(spool_dir: str | None, model_dir: files.PathLike) -> None:
     )
 
 
-def _number(pending: commit.PendingCheckpoint) -> int:
+def _number(pending: base.PendingCheckpoint) -> int:
   """Return the number of a save of this process, which ends the text of the attempt."""
   return int(pending.attempt.rpartition('-')[2])
 
 
-def _name(pending: commit.PendingCheckpoint) -> str:
+def _name(pending: base.PendingCheckpoint) -> str:
   return f'{pending.final.name}-{pending.attempt}'

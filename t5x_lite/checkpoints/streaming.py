@@ -6,7 +6,6 @@ The files have Orbax's format. Training uses `CheckpointManager` instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-import contextlib
 import json
 from typing import Any
 import uuid
@@ -16,10 +15,11 @@ import numpy as np
 from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite.checkpoints import array_io
-from t5x_lite.checkpoints import commit as commit_lib
 from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints import folders
 from t5x_lite.checkpoints import lock
 from t5x_lite.checkpoints import manifest
+from t5x_lite.checkpoints.folders import base
 
 
 def write_checkpoint(
@@ -47,10 +47,10 @@ def write_checkpoint(
     DirectoryInUseError: another process holds the directory.
   """
   with lock.lock_model_dir(directory) as held:
-    pending = commit_lib.new_save(
-      held.directory,
+    folder = folders.model_folder(held.directory)
+    pending = folder.new_save(
       step,
-      uuid.uuid4().hex[:8],
+      f'{uuid.uuid4().hex[:8]}-1',
       arrays=manifest.describe_arrays(arrays),
       metadata=json.loads(json.dumps(dict(metadata or {}))),
       metrics={},
@@ -58,15 +58,11 @@ def write_checkpoint(
     )
     discovery.check_free(pending.final)
     try:
-      commit_lib.begin(pending)
+      folder.begin(pending)
       _write_state(pending.state, arrays, read_fn)
-      commit_lib.commit(pending, held.check)
-    except BaseException:
-      if files.is_remote(pending.final):
-        with contextlib.suppress(OSError):
-          commit_lib.discard(pending)
-      else:
-        files.remove_tree(pending.temporary, ignore_errors=True)
+      folder.commit(pending, held.check)
+    except BaseException as e:
+      folder.discard(pending, e)
       raise
   return discovery.get_checkpoint_dir(directory, step)
 
@@ -91,7 +87,7 @@ def _write_state(
     if own or files.is_remote(directory):
       raise
     raise errors.CheckpointError(
-      f'The checkpoint could not be written to {str(directory.parent)!r}: {commit_lib.explain(e)}.'
+      f'The checkpoint could not be written to {str(directory.parent)!r}: {base.explain(e)}.'
     ) from e
 
 

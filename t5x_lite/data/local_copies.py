@@ -3,7 +3,6 @@
 import atexit
 from collections.abc import Sequence
 import contextlib
-import fcntl
 import functools
 import hashlib
 import logging
@@ -115,11 +114,11 @@ class _Copies:
     """Folder of the copies; the first use makes it, and removes those of dead processes."""
     for left in pathlib.Path(tempfile.gettempdir()).glob(f'{_PREFIX}*'):
       with contextlib.suppress(OSError):  # Locked by another process.
-        descriptor = _lock(left)
+        descriptor = files.lock_folder(left)
         shutil.rmtree(left, ignore_errors=True)
         os.close(descriptor)
     folder = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX))
-    _lock(folder)  # Until the process ends.
+    files.lock_folder(folder)  # Until the process ends.
     process = os.getpid()
     atexit.register(lambda: os.getpid() == process and shutil.rmtree(folder, ignore_errors=True))
     return folder
@@ -128,14 +127,3 @@ class _Copies:
 @functools.cache
 def _copies_of_process() -> _Copies:
   return _Copies()
-
-
-def _lock(folder: pathlib.Path) -> int:
-  """Lock a folder and return its descriptor; raise OSError if another process has locked it."""
-  descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-  try:
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except OSError:
-    os.close(descriptor)
-    raise
-  return descriptor

@@ -10,6 +10,7 @@ import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import errors
+from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import lock as lock_lib
 from tests import processes
 
@@ -45,7 +46,7 @@ def test_the_lock_names_its_holder_and_ends_with_it(tmp_path):
     with checkpoints.lock_model_dir(tmp_path / 'run') as lock:
       assert lock.held
       assert (
-        json.loads((tmp_path / 'run' / lock_lib.LOCK_FILENAME).read_text())['pid'] == os.getpid()
+        json.loads((tmp_path / 'run' / discovery.LOCK_FILENAME).read_text())['pid'] == os.getpid()
       )
   finally:
     holder.kill()

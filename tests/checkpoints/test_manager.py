@@ -19,8 +19,8 @@ from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import tree_utils
 from t5x_lite.checkpoints import array_io
-from t5x_lite.checkpoints import commit
 from t5x_lite.checkpoints import manifest
+from t5x_lite.checkpoints.folders import disk
 from tests.checkpoints import checkpoint_states as states
 
 Cfg = checkpoints.SaveCheckpointConfig
@@ -104,13 +104,13 @@ def test_save_returns_before_the_commit(tmp_path, monkeypatch):
 def test_save_does_not_wait_for_the_disk(tmp_path, monkeypatch):
   # A save takes a copy and returns; not even the folder of the checkpoint is waited for.
   let_go = threading.Event()
-  begin = commit.begin
+  begin = disk.DiskFolder.begin
 
-  def slow_begin(pending):
+  def slow_begin(*args):
     assert let_go.wait(20)
-    begin(pending)
+    begin(*args)
 
-  monkeypatch.setattr(commit, 'begin', slow_begin)
+  monkeypatch.setattr(disk.DiskFolder, 'begin', slow_begin)
   with checkpoints.CheckpointManager(tmp_path, save_cfg=Cfg()) as manager:
     state = states.state(1)
     assert manager.save(1, state)

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from t5x_lite import checkpoints
-from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints import folders
 from tests.checkpoints import checkpoint_states as states
 
 Cfg = checkpoints.SaveCheckpointConfig
@@ -144,7 +144,7 @@ def test_a_checkpoint_that_cannot_be_deleted_does_not_fail_a_save(tmp_path, monk
     manager.wait()
     with monkeypatch.context() as patch:
       patch.setattr(
-        discovery, 'remove_checkpoint_dir', lambda path: (_ for _ in ()).throw(OSError('busy'))
+        folders, 'remove_checkpoint_dir', lambda path: (_ for _ in ()).throw(OSError('busy'))
       )
       with caplog.at_level('WARNING'):
         manager.save(2, states.state(2))

@@ -14,7 +14,7 @@ import pytest
 from t5x_lite import checkpoints
 from t5x_lite import errors
 from t5x_lite.checkpoints import array_io
-from t5x_lite.checkpoints import lock as lock_lib
+from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import sources
 from tests import processes
 
@@ -190,7 +190,7 @@ def test_a_lock_that_is_lost_while_a_save_is_written(tmp_path, monkeypatch):
 
   def lose_lock(*args):
     write_parts(*args)
-    (run / lock_lib.LOCK_FILENAME).write_text(
+    (run / discovery.LOCK_FILENAME).write_text(
       json.dumps({'pid': 7, 'host': 'elsewhere', 'since': 'today'})
     )
 
@@ -206,7 +206,7 @@ def test_a_lock_that_is_lost_while_a_save_is_written(tmp_path, monkeypatch):
 
 def test_a_deleted_lock_file_is_not_a_second_run(tmp_path):
   with _manager(tmp_path) as manager:
-    (tmp_path / lock_lib.LOCK_FILENAME).unlink()
+    (tmp_path / discovery.LOCK_FILENAME).unlink()
     manager.save(1, _state(1))
   assert list(checkpoints.all_steps(tmp_path)) == [1]
 

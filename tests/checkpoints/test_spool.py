@@ -12,7 +12,7 @@ from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import object_store
 from t5x_lite.checkpoints import array_io
-from t5x_lite.checkpoints import commit
+from t5x_lite.checkpoints import folders
 from t5x_lite.checkpoints import retention
 from t5x_lite.checkpoints import spool
 from t5x_lite.storage import open_folders
@@ -132,8 +132,7 @@ def test_invalid_folders(tmp_path, monkeypatch, spool_dir, model_dir):
 def _write(kept, model_dir, number, check_fn=lambda: None):
   """Keep the save `number`, of step 10 * number; return its name there, and the save."""
   arrays = _state(number)
-  pending = commit.new_save(
-    model_dir,
+  pending = folders.model_folder(model_dir).new_save(
     10 * number,
     f'0000abcd-{number}',
     arrays={'w': {'shape': [300, 300], 'dtype': 'float32'}},

@@ -15,9 +15,10 @@ from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import object_store
 from t5x_lite.checkpoints import array_io
-from t5x_lite.checkpoints import commit
 from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints import folders
 from t5x_lite.checkpoints import manifest
+from t5x_lite.checkpoints.folders import store
 from t5x_lite.storage import open_folders
 
 _CFG = checkpoints.SaveCheckpointConfig()
@@ -25,16 +26,16 @@ _KILLED = """
 import os, signal, sys
 import numpy as np
 from t5x_lite import checkpoints
-from t5x_lite.checkpoints import commit, discovery, array_io
+from t5x_lite.checkpoints.folders import store
 from t5x_lite import files
 root, place = sys.argv[1:]
 kill = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
 state = {'w': np.full((300, 300), 2, np.float32), 'b': np.full(3, 2, np.float32)}
 if place == 'begin':
-  real = discovery.mark_incomplete
-  discovery.mark_incomplete = lambda *args: (real(*args), kill())
+  real = store.StoreFolder.mark_incomplete
+  store.StoreFolder.mark_incomplete = lambda *args: (real(*args), kill())
 elif place == 'arrays':
-  commit.mark_part_written = kill
+  store.StoreFolder.mark_written = kill
 elif place == 'manifest':
   real = files.remove
   is_committed = lambda path: path.parent.name == 'checkpoint_2' and (path.parent / 'manifest.json').is_file()
@@ -42,7 +43,7 @@ elif place == 'manifest':
 elif place == 'deletion':
   real = files.remove
   files.remove = lambda path: kill() if path.name == 'zarr.json' or 'state' in path.parts else real(path)
-  discovery.remove_checkpoint_dir(root + '/checkpoint_1')
+  checkpoints.remove_checkpoint_dir(root + '/checkpoint_1')
 with checkpoints.CheckpointManager(root, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
   manager.save(2, state)
 """
@@ -159,17 +160,18 @@ def test_checkpoints_that_are_replaced(s3_store):
 def test_an_upload_that_is_interrupted(s3_store, tmp_path, monkeypatch):
   with checkpoints.CheckpointManager(tmp_path, save_cfg=_CFG) as manager:
     manager.save(1, _state(1))
-  target = files.path(s3_store.root) / 'checkpoint_1'
+  folder = folders.model_folder(s3_store.root)
+  target = folder.path / 'checkpoint_1'
   monkeypatch.setattr(object_store, 'RETRY_SECONDS', 0.2)
   with s3_store.proxy.fault(name='manifest', method='P', status=503), pytest.raises(OSError):
-    discovery.upload(tmp_path / 'checkpoint_1', target)
+    folder.upload(tmp_path / 'checkpoint_1', 'checkpoint_1')
   assert discovery.all_steps(
     s3_store.root, require_manifest=False
   ) == [] and discovery.is_incomplete(target)
-  discovery.upload(tmp_path / 'checkpoint_1', target)
+  folder.upload(tmp_path / 'checkpoint_1', 'checkpoint_1')
   assert _value(s3_store.root, 1) == 1
   with pytest.raises(errors.CheckpointError, match='must be a new folder'):
-    discovery.upload(tmp_path / 'checkpoint_1', target)
+    folder.upload(tmp_path / 'checkpoint_1', 'checkpoint_1')
 
 
 def test_a_folder_of_another_program_is_not_taken_for_remains(s3_store):
@@ -203,15 +205,14 @@ def test_metrics_of_a_resumed_run_that_the_store_did_not_take(s3_store, monkeypa
 
 
 def test_a_run_that_lost_its_lease_leaves_the_save_of_the_next_owner_alone(s3_store, monkeypatch):
-  def lose(pending, check_fn):
+  def lose(folder, pending, check_fn):
     del check_fn
-    discovery.delete(
-      pending.final, pending.final.name
-    )  # the next owner removes remains, and saves the same step
-    discovery.mark_incomplete(pending.final, 'of another run')
+    # the next owner removes remains, and saves the same step
+    folder.delete(pending.final, pending.final.name)
+    folder.mark_incomplete(pending.final, 'of another run')
     raise errors.DirectoryInUseError('lost')
 
-  monkeypatch.setattr(commit, 'commit', lose)
+  monkeypatch.setattr(store.StoreFolder, 'commit', lose)
   with checkpoints.CheckpointManager(s3_store.root, save_cfg=_CFG) as manager:
     manager.save(1, _state(1))
     with pytest.raises(errors.DirectoryInUseError):

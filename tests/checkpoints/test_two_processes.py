@@ -14,7 +14,8 @@ PROGRAM = """
     import jax.numpy as jnp
     import numpy as np
     from t5x_lite import checkpoints, errors, multihost
-    from t5x_lite.checkpoints import builders, commit, manifest
+    from t5x_lite.checkpoints import builders, manifest
+    from t5x_lite.checkpoints.folders import disk
 
     P = jax.sharding.PartitionSpec
     auto = (jax.sharding.AxisType.Auto,)
@@ -103,13 +104,13 @@ PROGRAM = """
     if process == 0:
       manifest.write = write
     # A process fails to write its part: likewise.
-    mark_part_written = commit.mark_part_written
+    mark_written = disk.DiskFolder.mark_written
     if process == 1:
-      def fail(pending):
+      def fail(folder, pending):
         raise OSError('no part of mine')
-      commit.mark_part_written = fail
+      disk.DiskFolder.mark_written = fail
     check_failure(5)
-    commit.mark_part_written = mark_part_written
+    disk.DiskFolder.mark_written = mark_written
     multihost.sync('failed')
     assert list(manager.all_steps()) == [2, 3]
     assert sorted(p.name for p in directory.iterdir()) == ['.lock', 'checkpoint_2', 'checkpoint_3']

@@ -90,7 +90,7 @@ MUTANTS = (
   ),
   Mutant(
     'a_process_does_not_notice_a_failed_part_of_another_one',
-    't5x_lite/checkpoints/commit.py',
+    't5x_lite/checkpoints/folders/disk.py',
     'return not pending.temporary.exists() and pending.final.is_dir()',
     'return True',
     'tests/multiprocess/test_faults.py::test_a_part_that_cannot_be_written_is_a_failed_save_of_all[0-finish]',

@@ -68,9 +68,9 @@ MUTANTS = (
   ),
   Mutant(
     'a_link_as_lock_is_emptied',
-    't5x_lite/checkpoints/lock.py',
-    'files.open_regular(path / LOCK_FILENAME,',
-    'os.open(path / LOCK_FILENAME,',
+    't5x_lite/checkpoints/folders/disk.py',
+    'files.open_regular(self.path / discovery.LOCK_FILENAME,',
+    'os.open(self.path / discovery.LOCK_FILENAME,',
     'tests/apps/train/test_lost_files.py::test_a_run_does_not_write_to_the_target_of_a_link',
   ),
   Mutant(

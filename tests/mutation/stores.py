@@ -61,9 +61,9 @@ MUTANTS = (
   ),
   Mutant(
     'a_deleted_run_directory_comes_back',
-    't5x_lite/checkpoints/lock.py',
-    'return self._fd is None or os.fstat(self._fd).st_nlink > 0',
-    'return True',
+    't5x_lite/checkpoints/folders/disk.py',
+    'return self._fd is not None and not os.fstat(self._fd).st_nlink',
+    'return False',
     'tests/apps/train/test_moved_folder.py::test_steps_of_deleted_checkpoints_are_lost',
   ),
   Mutant(
@@ -75,23 +75,23 @@ MUTANTS = (
   ),
   Mutant(
     'a_deletion_in_a_store_is_not_marked',
-    't5x_lite/checkpoints/discovery.py',
-    '    mark_incomplete(path)\n    files.remove(path / MANIFEST_FILENAME)\n',
-    '    files.remove(path / MANIFEST_FILENAME)\n',
+    't5x_lite/checkpoints/folders/store.py',
+    '    self.mark_incomplete(path)\n    files.remove(path / discovery.MANIFEST_FILENAME)\n',
+    '    files.remove(path / discovery.MANIFEST_FILENAME)\n',
     'tests/checkpoints/test_store_save.py::test_kill',
   ),
   Mutant(
     'remains_of_a_save_in_a_store_are_kept',
-    't5x_lite/checkpoints/discovery.py',
-    '        delete(entry, entry.name)\n        done.append(entry.name)\n        continue\n',
+    't5x_lite/checkpoints/folders/store.py',
+    '        self.delete(entry, entry.name)\n        done.append(entry.name)\n        continue\n',
     '        continue\n',
     'tests/checkpoints/test_store_save.py::test_kill',
   ),
   Mutant(
     'a_replaced_checkpoint_in_a_store_is_overwritten',
-    't5x_lite/checkpoints/commit.py',
-    '    discovery.move(pending.final, _replaced(pending))\n',
-    '    pass\n',
+    't5x_lite/checkpoints/folders/store.py',
+    '      self.move(pending.final, pending.replaced)\n',
+    '      pass\n',
     'tests/checkpoints/test_store_save.py::test_kill',
   ),
   Mutant(
@@ -152,9 +152,9 @@ MUTANTS = (
   ),
   Mutant(
     'attempts_of_a_save_share_a_folder',
-    't5x_lite/checkpoints/commit.py',
-    "return f'{discovery.ATTEMPT_PREFIX}{self.attempt}'",
-    "return f'{discovery.ATTEMPT_PREFIX}1'",
+    't5x_lite/checkpoints/folders/store.py',
+    "own_folder=f'{discovery.ATTEMPT_PREFIX}{attempt}'",
+    "own_folder=f'{discovery.ATTEMPT_PREFIX}1'",
     'tests/checkpoints/test_array_io.py::test_each_attempt_has_separate_folders',
   ),
 )

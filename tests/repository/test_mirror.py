@@ -64,6 +64,8 @@ _TESTED_IN = {
   't5x_lite/apps/train/open_run.py': 'apps/train/test_run.py',
   't5x_lite/checkpoints/builders/base.py': 'checkpoints/builders/test_chain.py',
   't5x_lite/checkpoints/choice.py': 'apps/common/test_start.py',
+  't5x_lite/checkpoints/folders/base.py': 'checkpoints/folders/test_disk.py',
+  't5x_lite/checkpoints/folders/store.py': 'checkpoints/test_store_save.py',
   't5x_lite/checkpoints/hugging_face/network.py': 'repository/test_finetune_recipes.py',
   't5x_lite/checkpoints/layout.py': 'apps/common/test_start.py',
   't5x_lite/checkpoints/process_save.py': 'checkpoints/test_store_save.py',

@@ -5,7 +5,6 @@ An object store has no rename: there, the file that makes a folder valid is writ
 
 from collections.abc import Iterator
 import contextlib
-import fcntl
 import logging
 import os
 import pathlib
@@ -141,7 +140,9 @@ def remove_leftovers(target: files.Path) -> None:
   for folder in sorted(left, reverse=True):
     is_former = folder.name.endswith(_FORMER)
     lock = folder.with_name(folder.name.removesuffix(_FORMER))
-    with contextlib.suppress(OSError), _locked(lock if lock.exists() else folder):
+    if not lock.exists():
+      lock = folder
+    with contextlib.suppress(OSError), _locked(lock):
       if is_former and not target.exists():
         folder.rename(target)
       else:
@@ -152,9 +153,8 @@ def remove_leftovers(target: files.Path) -> None:
 @contextlib.contextmanager
 def _locked(folder: files.Path) -> Iterator[None]:
   """Lock a folder; raise OSError if another process has locked it."""
-  descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+  descriptor = files.lock_folder(folder)
   try:
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     yield
   finally:
     os.close(descriptor)

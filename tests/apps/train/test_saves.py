@@ -14,7 +14,7 @@ from t5x_lite import multihost
 from t5x_lite import optimizers
 from t5x_lite.actions import BaseAction
 from t5x_lite.apps.train import saves
-from t5x_lite.checkpoints import manager
+from t5x_lite.checkpoints.folders import disk
 from t5x_lite.errors import ConfigError, SaveError, StoppedOnSignalError
 from tests.apps.train import toy_run
 
@@ -113,10 +113,10 @@ def test_a_run_that_ends_early_says_why_it_saved(tmp_path, capsys):
 
 
 def test_a_failed_save_has_no_line(tmp_path, capsys, monkeypatch):
-  def fail(pending):
+  def fail(*args):
     raise OSError(28, 'No space left on device')
 
-  monkeypatch.setattr(manager.commit_lib, 'commit', fail)
+  monkeypatch.setattr(disk.DiskFolder, 'commit', fail)
   with pytest.raises(SaveError, match='last save'):
     _train(tmp_path, 4)
   assert not _saved(capsys)

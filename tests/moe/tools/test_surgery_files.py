@@ -17,7 +17,7 @@ from moe.tools import surgery_files
 from t5x_lite import checkpoints
 from t5x_lite import optimizers
 from t5x_lite import tree_utils
-from t5x_lite.checkpoints import commit
+from t5x_lite.checkpoints.folders import disk
 from t5x_lite.errors import CheckpointError, ConfigError
 from tests import stores
 from tests.moe import upcycling_cases as up
@@ -112,10 +112,10 @@ def test_nothing_is_overwritten_and_no_partial_file_is_left(source, tmp_path, mo
   with pytest.raises(CheckpointError, match='exists. Give'):
     _run('split', path, tmp_path, '--slices=2')
 
-  def die(pending):
-    raise KeyboardInterrupt
+  def fail(*args):
+    raise OSError(28, 'No space left on device')
 
-  monkeypatch.setattr(commit, 'commit', die)
+  monkeypatch.setattr(disk.DiskFolder, 'commit', fail)
   with pytest.raises(CheckpointError, match='could not be written'):
     _run('split', path, tmp_path / 'new', '--slices=2')
   assert checkpoints.all_steps(tmp_path / 'new', require_manifest=False) == []
