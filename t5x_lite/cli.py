@@ -18,9 +18,8 @@ import shlex
 import signal
 import sys
 import threading
-import traceback
 import types
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 import warnings
 
 import t5x_lite
@@ -31,11 +30,12 @@ from t5x_lite import runtime
 from t5x_lite import standard_streams
 from t5x_lite.apps.commands import COMMANDS
 from t5x_lite.apps.common.flags import Command
-from t5x_lite.errors import ConfigError, ExitCode, StoppedOnSignalError, did_you_mean
+from t5x_lite.apps.common.flags import Invocation
+from t5x_lite.apps.common.flags import make_invocation
+from t5x_lite.errors import ConfigError, Ending, ExitCode, StoppedOnSignalError, did_you_mean
 from t5x_lite.formatting import capitalized
 from t5x_lite.formatting import gin_flag
 from t5x_lite.formatting import printable
-from t5x_lite.formatting import show
 
 # Third-party packages with log lines at start-up that users do not need; errors are still shown.
 _NOISY_LOGGERS = (
@@ -76,8 +76,6 @@ _QUIET_ENVIRONMENT = {
 }
 # Commands that compute for long.
 _COMPUTING = ('train', 'eval', 'infer')
-# Exit status that shells report after SIGINT.
-_INTERRUPTED = 128 + signal.SIGINT
 _LOG_LEVELS = ('debug', 'info', 'warning', 'error')
 _EPILOG = """\
 commands (each has a --help):
@@ -162,62 +160,46 @@ def main(argv: Sequence[str] | None = None, program: Program = T5X_LITE) -> int:
         status = int(_run(argv, program, handler))
       if sys.stdout is not None:
         sys.stdout.flush()  # A result that cannot be written is an error.
-    except KeyboardInterrupt as error:
-      status = _report_in_cluster(error)
-      if status is None:
-        print(f'{program.name}: interrupted.', file=sys.stderr)
-        status = _INTERRUPTED
-    except SystemExit as error:  # Of user code.
-      status = _report_in_cluster(error)
-      if status is None:
-        raise
-    except Exception as error:
-      status = _report_in_cluster(error)
-      if status is None:
-        status = _report(error, argv, program)
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+      status = _end(error, argv, program)
       if status is None:
         raise
     return status
 
 
-def _report_in_cluster(error: BaseException) -> int | None:
-  """Report an error to the other processes of a run and return the exit status; None for a process that is alone.
+def _end(error: BaseException, argv: Sequence[str], program: Program) -> int | None:
+  """Print how an error ends the command, and return the exit status; None for an error that Python prints.
 
-  Of errors that all processes have, only one is printed.
+  Of errors that all processes of a run have, only one is printed.
   """
   monitor = sys.modules.get('t5x_lite.runtime.monitor')  # JAX need not be imported.
   monitor = monitor and monitor.current_monitor()
-  if monitor is None:
-    return None
-  if isinstance(error, StoppedOnSignalError) and monitor.stops.has_agreed:
+  if monitor is not None:
+    if not isinstance(error, StoppedOnSignalError) or not monitor.stops.has_agreed:
+      return monitor.report(error).status
+    ending = monitor.describe_fn(error)
     if monitor.process == 0:
-      show(monitor.describe_fn(error)[0], file=sys.stderr)
-    return int(error.exit_code)
-  return monitor.report(error).status
+      ending.show()
+    return ending.status
+  # The broken pipe may be another one, e.g. of a data source.
+  if isinstance(error, BrokenPipeError) and standard_streams.reader_is_gone(sys.stdout):
+    return int(ExitCode.OK)
+  ending = _ending(error, argv, program)
+  if ending.is_defect or isinstance(error, SystemExit):
+    return None
+  ending.show()
+  return ending.status
 
 
-def _describe(
-  process: int, error: BaseException, argv: Sequence[str], program: Program
-) -> tuple[str, int]:
-  """Return the message of an error for the log of several processes, and the exit status."""
+def _ending(
+  error: BaseException, argv: Sequence[str], program: Program, process: int | None = None
+) -> Ending:
+  """Return how an error ends the command, in one of several processes of a run if it has an index."""
   from t5x_lite import cli_errors
 
-  who = f'{program.name}: [process {process}] '
-  if isinstance(error, KeyboardInterrupt):
-    return f'{who}interrupted.', _INTERRUPTED
-  if isinstance(error, SystemExit):
-    status = ExitCode.ERROR.value
-    if isinstance(error.code, int) and error.code != 0:
-      status = error.code
-    return f'{who}error: your code called sys.exit({error.code!r}).', status
-  report = cli_errors.report(error, _own_paths(program))
-  trace = ''.join(traceback.format_exception(error))
-  if report is None:
-    message = f'{trace}{who}error: an exception in the code of {program.name}, see above.'
-    return message, ExitCode.ERROR
-  if not _shows_tracebacks(argv):
-    trace = ''
-  return masking.masked_text(f'{trace}{who}{report.message}', argv), int(report.exit_code)
+  return cli_errors.ending(
+    error, name=program.name, own_paths=_own_paths(program), argv=argv, process=process
+  )
 
 
 @contextlib.contextmanager
@@ -304,9 +286,10 @@ def run_program(may_restart: bool = False) -> NoReturn:
   compat.set_up_process(folder)
   try:
     status = main()
-  except Exception:  # An error of this package's code.
-    show(traceback.format_exc().rstrip('\n'), file=sys.stderr)
-    status = 1
+  except Exception as error:  # Of this package's code.
+    ending = _ending(error, sys.argv, T5X_LITE)
+    ending.show()
+    status = ending.status
   if 't5x_lite.runtime.cluster' in sys.modules:
     sys.modules['t5x_lite.runtime.cluster'].end(status)
   # Python would wait for threads of a stalled source, and of a run that ended while its step was compiled. Everything
@@ -318,28 +301,6 @@ def run_program(may_restart: bool = False) -> NoReturn:
         stream.flush()
     os._exit(status)
   sys.exit(status)
-
-
-def _report(error: Exception, argv: Sequence[str], program: Program) -> int | None:
-  """Print the message of an error and return the exit status; None for an error of this package's code."""
-  # The broken pipe may be another one, e.g. of a data source.
-  if isinstance(error, BrokenPipeError) and standard_streams.reader_is_gone(sys.stdout):
-    return int(ExitCode.OK)
-  from t5x_lite import cli_errors
-
-  report = cli_errors.report(error, _own_paths(program))
-  if report is None:
-    return None
-  if _shows_tracebacks(argv):
-    trace = traceback.format_exc().rstrip('\n')
-    show(masking.masked_text(trace, argv), file=sys.stderr)
-  message = masking.masked_text(report.message, argv)
-  show(f'{program.name}: {message}', file=sys.stderr)
-  return int(report.exit_code)
-
-
-def _shows_tracebacks(argv: Sequence[str]) -> bool:
-  return '--debug' in argv or os.environ.get('T5X_LITE_DEBUG', '0') not in ('', '0')
 
 
 def _own_paths(program: Program) -> list[str]:
@@ -360,33 +321,29 @@ def _run(argv: Sequence[str], program: Program, handler: logging.Handler) -> int
     _parser(argv, program).print_help()
     return ExitCode.INVALID_INPUT
   try:
-    arguments = parse(argv, program)
+    invocation = parse(argv, program)
   except SystemExit as stop:  # After --help and --version.
     return int(stop.code or 0)
   if os.environ.get('XLA_FLAGS'):
     from t5x_lite import cli_platform
 
     cli_platform.check_xla_flags()
-  loggers = _set_log(handler, arguments)
-  arguments.describe_error = lambda process, error: _describe(process, error, argv, program)
+  flags = invocation.flags
+  loggers = _set_log(handler, flags)
   with contextlib.ExitStack() as stack:
-    if getattr(arguments, 'log_dir', None):
-      stack.enter_context(_log_file(arguments.log_dir, arguments.command, loggers, argv))
-    if arguments.log_level == 'debug':
+    if getattr(flags, 'log_dir', None):
+      stack.enter_context(_log_file(flags.log_dir, invocation.command, loggers, argv))
+    if flags.log_level == 'debug':
       stack.enter_context(runtime.log_compilations())
-    return program.commands[arguments.command].run(arguments)
+    return program.commands[invocation.command].run(invocation)
 
 
-def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespace:
+def parse(argv: Sequence[str], program: Program = T5X_LITE) -> Invocation:
   """Parse a command line.
 
   Args:
     argv: arguments without the program's name, beginning with a command.
     program: the program.
-
-  Returns:
-    Arguments of the command, with `command`, `entry` (see `commands.Command`), `gin_flags`, the flags of the forms
-    `--gin.NAME=VALUE` and `--gin_bindings=TEXT`, and `jax_flags`, those of the form `--jax_NAME=VALUE`.
 
   Raises:
     ConfigError: the command, a flag or an argument is unknown.
@@ -412,6 +369,11 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
   if argv[0].startswith('--gin') and 'train' in program.commands:
     call = shlex.join([*program.call.split(), 'train', *argv])
     raise ConfigError(f'The command is missing. Did you mean `{call}`?')
+  whole = argv
+
+  def describe_error(process: int, error: BaseException) -> Ending:
+    return _ending(error, whole, program, process)
+
   command = program.commands.get(argv[0])
   others = []
   passes_on = command is not None and command.passes_on
@@ -454,18 +416,20 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> argparse.Namespac
     problem = f'{gin_flags[0]}: {arguments.command} has no gin configuration. Remove the flag.'
   if problem:
     raise ConfigError(problem)
-  arguments.entry = command.entry
-  if others:
+  if others and others[0] in program.commands:
     # A command of this program is started like this process.
     own = [sys.executable, '-m', program.name]
     if sys.flags.safe_path:
       own.insert(1, '-P')
-    if others[0] in program.commands:
-      others = [*own, *others]
-    arguments.others = others
-  arguments.gin_flags = gin_flags
-  arguments.jax_flags = jax_flags
-  return arguments
+    others = [*own, *others]
+  return make_invocation(
+    vars(arguments),
+    others=others or getattr(arguments, 'others', ()),
+    entry=command.entry,
+    gin_flags=gin_flags,
+    jax_flags=jax_flags,
+    describe_error=describe_error,
+  )
 
 
 def _options(parser: argparse.ArgumentParser, command: str) -> Mapping[str, argparse.Action]:
@@ -625,7 +589,7 @@ def _plain_messages(argv: Sequence[str]) -> Iterator[logging.Handler]:
         logging.getLogger(name).setLevel(levels.get(name, logging.NOTSET))
 
 
-def _set_log(handler: logging.Handler, arguments: argparse.Namespace) -> list[logging.Logger]:
+def _set_log(handler: logging.Handler, flags: Any) -> list[logging.Logger]:
   """Set levels of log lines by flags, and return the loggers whose lines are shown.
 
   Raises:
@@ -633,14 +597,14 @@ def _set_log(handler: logging.Handler, arguments: argparse.Namespace) -> list[lo
   """
   loggers = _our_loggers()
   for logger in loggers:
-    logger.setLevel(arguments.log_level.upper())
-  if getattr(arguments, 'showprefixforinfo', False):
+    logger.setLevel(flags.log_level.upper())
+  if getattr(flags, 'showprefixforinfo', False):
     raise ConfigError(
       '--showprefixforinfo must be false. Write --log_dir for a file of lines with time and place.'
     )
-  if not getattr(arguments, 'alsologtostderr', False):
-    handler.setLevel(getattr(arguments, 'stderrthreshold', logging.NOTSET))
-  if levels := getattr(arguments, 'logger_levels', {}):
+  if not getattr(flags, 'alsologtostderr', False):
+    handler.setLevel(getattr(flags, 'stderrthreshold', logging.NOTSET))
+  if levels := getattr(flags, 'logger_levels', {}):
     logging.root.addHandler(handler)
     loggers.append(logging.root)
   for name, level in levels.items():

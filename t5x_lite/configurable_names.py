@@ -68,8 +68,7 @@ CALLED: dict[str, str] = {
     'ByteVocabulary PassThroughVocabulary round_vocab_size_to_multiple SentencePieceVocabulary'
   ),
   't5x_lite.decoding.state': 'DecodeContract',
-  't5x_lite.evaluation.config': 'Evaluation InferenceEvalConfig',
-  't5x_lite.evaluation.when': 'Threshold When',
+  't5x_lite.evaluation.config': 'Evaluation InferenceEvalConfig Threshold When',
   't5x_lite.layers.attention': 'MultiHeadDotProductAttention',
   't5x_lite.layers.attention_kernels': 'dot_product_attention',
   't5x_lite.layers.blockwise': 'blockwise_attention',

@@ -10,9 +10,11 @@ import enum
 import errno
 import pathlib
 import re
-from typing import Any
+import sys
+from typing import Any, NamedTuple
 
 from t5x_lite.formatting import printable
+from t5x_lite.formatting import show
 
 
 class ExitCode(enum.IntEnum):
@@ -36,6 +38,25 @@ class ExitCode(enum.IntEnum):
   # machines (sysexits' EX_TEMPFAIL).
   SAVED_ON_SIGNAL = 75
   RESTART = 75
+
+
+class Ending(NamedTuple):
+  """How an exception ends a program; `cli_errors` decides it for the commands.
+
+  Attributes:
+    text: what is printed; empty for nothing.
+    status: exit status.
+    is_defect: True for an exception in code that is not the user's, whose traceback the text has.
+  """
+
+  text: str
+  status: int
+  is_defect: bool = False
+
+  def show(self) -> None:
+    """Print the text to standard error."""
+    if self.text:
+      show(self.text, file=sys.stderr, flush=True)
 
 
 class InvalidOptions:

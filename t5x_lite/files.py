@@ -25,6 +25,7 @@ import weakref
 from t5x_lite import errors
 from t5x_lite import hub
 from t5x_lite.errors import T5xLiteError
+from t5x_lite.storage import open_folders
 
 if TYPE_CHECKING:
   from typing_extensions import TypeIs
@@ -104,11 +105,14 @@ def path(name: PathLike) -> Path:
 
 
 def set_store_seconds(name: PathLike, seconds: float) -> None:
-  """Set how long requests to stores are repeated if they fail for a temporary reason; only if `name` is in a store."""
+  """Set how long requests are repeated if they fail for a temporary reason, for the folder `name` of a store.
+
+  Does nothing for a local path.
+  """
   if is_remote(name):
     from t5x_lite import object_store
 
-    object_store.set_retry_seconds(seconds)
+    object_store.set_retry_seconds(_store_path(name), seconds)
 
 
 def make_writable(folder: str | os.PathLike[str]) -> None:
@@ -154,8 +158,10 @@ def write(
     content = content.encode('utf-8')
   if is_remote(path):
     if behind and not callable(content):
-      _behind[str(path)] = content
-      _start_writing_behind()
+      target = _store_path(path)
+      folder = open_folders.folder_of(str(target))
+      folder.behind[str(target)] = content
+      _start_writing_behind(folder)
     else:
       flush(path)
       _write_object(path, content)
@@ -291,66 +297,64 @@ def _store_path(name: PathLike) -> object_store.StorePath:
   return found
 
 
-# Path -> content of objects that `write` has been told to write behind.
-_behind: dict[str, bytes] = {}
-_behind_lock = threading.Lock()
-
-
 def flush(name: PathLike) -> None:
-  """Return when all that was appended to files in the bucket of `name`, or written behind, is in the store.
+  """Return when all that was appended to files of the run of `name`, or written behind, is in the store.
 
-  Does nothing for a local path.
+  The run is the nearest open folder above `name`. Does nothing for a local path.
 
   Raises:
     OSError: the store does not take it; nothing is lost, and the next call tries again.
   """
   if not is_remote(name):
     return
-  bucket = path(name).parts[1:3]
-  for parts_of_file in list(_open_parts):
-    parts_of_file.write_now(bucket)
-  _write_behind(bucket)
+  folders = open_folders.folders_around(str(path(name)))
+  for folder in folders:
+    for parts_of_file in list(folder.parts):
+      parts_of_file.write_now()
+  for folder in folders:
+    _write_behind(folder)
 
 
-def _write_behind(bucket: Sequence[str] | None = None) -> None:
-  with _behind_lock:
-    for name in list(_behind):
-      target = _store_path(name)
-      if bucket is not None and target.parts[1:3] != bucket:
-        continue
-      content = _behind[name]
-      target.write_bytes(content, fence_of(name))
-      if _behind[name] is content:  # and not replaced meanwhile
-        del _behind[name]
+def _write_behind(folder: open_folders.OpenFolder) -> None:
+  with folder.behind_guard:
+    for name in list(folder.behind):
+      content = folder.behind[name]
+      _store_path(name).write_bytes(content, fence_of(name))
+      if folder.behind[name] is content:  # and not replaced meanwhile
+        del folder.behind[name]
 
 
-def _start_writing_behind() -> None:
+def _start_writing_behind(folder: open_folders.OpenFolder) -> None:
   def run():
     with contextlib.suppress(OSError, T5xLiteError):  # `flush` raises it.
-      _write_behind()
+      _write_behind(folder)
 
   threading.Thread(target=run, name='files-behind', daemon=True).start()
 
 
 def unwritten(folder: PathLike) -> dict[str, bytes]:
   """Return path -> content of what was appended below a folder, or written behind, and could not yet be written."""
+  name = _full_name(folder)
   found: dict[str, bytes] = {}
-  if not is_remote(folder):
-    for reference in list(_open_files):
+  for each in open_folders.folders_around(name):
+    for reference in list(each.appended):
       file = reference()
       if file is not None and (content := file.unwritten()):
         found[os.path.abspath(file.path)] = content
-  for parts_of_file in list(_open_parts):
-    waiting = parts_of_file.unwritten()
-    if waiting is not None:
-      part, content = waiting
-      found[str(part)] = content
-  found |= dict(_behind)
-  if is_remote(folder):
-    start = f'{path(folder)}/'
-  else:
-    start = f'{os.path.abspath(folder)}/'
-  return {name: content for name, content in found.items() if name.startswith(start)}
+    for parts_of_file in list(each.parts):
+      waiting = parts_of_file.unwritten()
+      if waiting is not None:
+        part, content = waiting
+        found[str(part)] = content
+    found |= dict(each.behind)
+  return {path: content for path, content in found.items() if path.startswith(f'{name}/')}
+
+
+def _full_name(name: PathLike) -> str:
+  """Return the name by which `open_folders` knows a path."""
+  if is_remote(name):
+    return str(path(name))
+  return os.path.abspath(name)
 
 
 def write_unwritten(name: str, content: bytes) -> None:
@@ -568,7 +572,11 @@ class AppendedFile:
     self._last: bytes | None = None
     self._size = 0
     self._loss = ''
-    _open_files.add(weakref.ref(self, _open_files.discard))
+    # Of the buffer, which another thread may read. Not held during a write, which may wait for a disk.
+    self._lock = threading.Lock()
+    # Nothing has to be written to a file that nobody uses any more.
+    files_of_folder = open_folders.folder_of(os.path.abspath(path)).appended
+    files_of_folder.add(weakref.ref(self, files_of_folder.discard))
 
   @property
   def path(self) -> pathlib.Path:
@@ -577,7 +585,8 @@ class AppendedFile:
 
   def unwritten(self) -> bytes:
     """Return the bytes that are not yet in the file."""
-    return b''.join(self._unwritten)[self._num_written_of_first :]
+    with self._lock:
+      return b''.join(self._unwritten)[self._num_written_of_first :]
 
   def former_parts(self) -> list[Path]:
     """Return the file if it exists; for a writer that has not yet written."""
@@ -587,8 +596,9 @@ class AppendedFile:
 
   def append(self, content: bytes, *, at_once: bool) -> None:
     """Append a record to the buffer and try to write it: immediately, or when the buffer is full."""
-    self._unwritten.append(content)
-    self._num_unwritten += len(content)
+    with self._lock:
+      self._unwritten.append(content)
+      self._num_unwritten += len(content)
     if at_once or self._num_unwritten > _BUFFER_BYTES:
       with contextlib.suppress(OSError):  # `flush` raises it.
         self._write()
@@ -628,8 +638,7 @@ class AppendedFile:
     if self._fd is None:
       self._open(cause)
     assert self._fd is not None
-    while self._unwritten:
-      content = memoryview(b''.join(self._unwritten))[self._num_written_of_first :]
+    while content := self.unwritten():
       num_written = os.write(self._fd, content)
       self._size += num_written
       self._drop(num_written)
@@ -637,17 +646,18 @@ class AppendedFile:
 
   def _drop(self, num_bytes: int) -> None:
     """Remove bytes that were written from the start of the buffer."""
-    num_bytes += self._num_written_of_first
-    num_records = 0
-    for record in self._unwritten:
-      if num_bytes < len(record):
-        break
-      num_bytes -= len(record)
-      self._num_unwritten -= len(record)
-      self._last = record
-      num_records += 1
-    del self._unwritten[:num_records]
-    self._num_written_of_first = num_bytes
+    with self._lock:
+      num_bytes += self._num_written_of_first
+      num_records = 0
+      for record in self._unwritten:
+        if num_bytes < len(record):
+          break
+        num_bytes -= len(record)
+        self._num_unwritten -= len(record)
+        self._last = record
+        num_records += 1
+      del self._unwritten[:num_records]
+      self._num_written_of_first = num_bytes
 
   def _find_loss(self) -> str:
     """Return why the path does not lead to all that was written, '' if it does.
@@ -705,20 +715,12 @@ class AppendedFile:
       first = self._header + self._missing_fn(cause, self._last)
       if not self._header and is_cut(self._path):
         first = b'\n' + first
-      self._unwritten.insert(0, first)
-      self._num_unwritten += len(first)
-      self._num_written_of_first = 0
+      with self._lock:
+        self._unwritten.insert(0, first)
+        self._num_unwritten += len(first)
+        self._num_written_of_first = 0
       self._loss = cause
     self._size = size
-
-
-# Files that have nothing to be written once nobody uses them. Not a WeakSet, which must not change while another thread
-# lists it.
-_open_files: set[weakref.ref[AppendedFile]] = set()
-
-
-# Folder -> function that raises if this process may not write below it.
-_fences: dict[str, Callable[[], None]] = {}
 
 
 def fence(folder: PathLike, check_fn: Callable[[], None] | None) -> None:
@@ -728,26 +730,15 @@ def fence(folder: PathLike, check_fn: Callable[[], None] | None) -> None:
   the files of the next one. On a disk it precedes the creation of each file and of its folder: a run whose folder was
   moved away could otherwise write into another folder that has taken the path.
   """
-  if check_fn is None:
-    _fences.pop(str(folder), None)
-  else:
-    _fences[str(folder)] = check_fn
+  open_folders.open_folder(_full_name(folder)).check_fn = check_fn
 
 
 def fence_of(name: PathLike) -> Callable[[], None]:
   """Return the function of `fence` for a path, or one that does nothing."""
-  if not _fences:
-    return lambda: None
-  if not is_remote(name):
-    name = os.path.abspath(name)
-  for folder, check_fn in list(_fences.items()):
-    if str(name).startswith(f'{folder}/'):
-      return check_fn
+  for folder in open_folders.folders_above(_full_name(name)):
+    if folder.check_fn is not None:
+      return folder.check_fn
   return lambda: None
-
-
-# Files of `AppendedParts` that are not closed.
-_open_parts: set[AppendedParts] = set()
 
 
 class AppendedParts:
@@ -755,7 +746,7 @@ class AppendedParts:
 
   A part is written again at each flush, and some seconds after an append, until it is large; then the next one begins.
   Another writer of the same name begins a new part. Neither `append` nor its `flush` waits for the store: a thread
-  writes, and `write` first writes what was appended to files of the same bucket (`files.flush`). So an object that says
+  writes, and `write` first writes what was appended to files of the same run (`files.flush`). So an object that says
   that something is complete, as the manifest of a checkpoint does, comes after all that was appended before it.
   """
 
@@ -778,7 +769,8 @@ class AppendedParts:
     self._timer: threading.Timer | None = None
     self._lock = threading.Lock()  # of the attributes
     self._write_lock = threading.Lock()  # held during requests
-    _open_parts.add(self)
+    self._folder = open_folders.folder_of(str(first))
+    self._folder.parts.add(self)
 
   def append(self, content: bytes, *, at_once: bool) -> None:
     """Append `content`; it is written at the next flush, or some seconds after the last write; ignores `at_once`."""
@@ -815,10 +807,9 @@ class AppendedParts:
       if _number_of(part) < self._first_number and part.is_file()
     ]
 
-  def write_now(self, bucket: Sequence[str] | None = None) -> None:
-    """Write the appended bytes, if the file is in this bucket; raise OSError if the store does not take them."""
-    if bucket in (None, self._first.parts[1:3]):
-      self._write()
+  def write_now(self) -> None:
+    """Write the appended bytes; raise OSError if the store does not take them."""
+    self._write()
 
   def close(self) -> None:
     """Write the remaining bytes."""
@@ -832,7 +823,7 @@ class AppendedParts:
         self.check_outage()
         self._write()
       finally:
-        _open_parts.discard(self)
+        self._folder.parts.discard(self)
 
   def check_outage(self) -> None:
     """Raise OSError if the store does not answer, instead of waiting for it once more, at the end of a run."""

@@ -13,7 +13,7 @@ import logging
 import re
 import shlex
 import sys
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import gin
 from gin import config as gin_config
@@ -27,6 +27,7 @@ from t5x_lite.configuration import checks as gin_check
 from t5x_lite.configuration import inheritance
 from t5x_lite.configuration import mesh_rules
 from t5x_lite.configuration import syntax as gin_syntax
+from t5x_lite.configuration import table as gin_table
 from t5x_lite.errors import ConfigError, T5xLiteError
 from t5x_lite.formatting import gin_flag
 
@@ -79,14 +80,14 @@ class Configuration:
     text: the entire configuration as gin text.
     uses: configurables that `entry` reaches, itself first.
     mesh_rule: selector, mesh rule and its changes in one line; empty for a configuration without mesh rules.
-    locations: location of each binding in a file.
+    table: the bindings.
   """
 
   entry: Callable[..., Any]
   text: str
   uses: Sequence[gin_check.Use]
   mesh_rule: str = ''
-  locations: Mapping[gin_check.Key, gin_syntax.Location] = dataclasses.field(default_factory=dict)
+  table: gin_table.Table = dataclasses.field(default_factory=gin_table.Table)
 
   def settings(self, left_out: Sequence[str]) -> dict[str, str]:
     """Return the values of all bindings that the entry point reaches, as text by name, for records: without secrets.
@@ -98,8 +99,8 @@ class Configuration:
     for use in self.uses:
       if use.configurable.wrapped.__module__.startswith(tuple(left_out)):
         continue
-      for parameter, key in use.bound.items():
-        value = masking.masked_value(parameter, repr(_value_of(key)))
+      for parameter, row in use.bound.items():
+        value = masking.masked_value(parameter, repr(self.table.value(row)))
         values[f'{use.name}.{parameter}'] = masking.masked_text(value, sys.orig_argv)
     return values
 
@@ -109,7 +110,7 @@ class Configuration:
     for use in self.uses:
       wrapped = use.configurable.wrapped
       if isinstance(wrapped, type) and issubclass(wrapped, cls):
-        found.append({parameter: _value_of(key) for parameter, key in use.bound.items()})
+        found.append({name: self.table.value(row) for name, row in use.bound.items()})
     return found
 
   def bound_in_scopes(self, cls: type, scopes: Sequence[str]) -> dict[str, Any]:
@@ -120,11 +121,11 @@ class Configuration:
       scopes: scopes whose bindings apply, later ones first; '' for bindings without a scope.
     """
     values = {}
+    registry = gin_table.configurables()
     for scope in scopes:
-      for (bound_scope, selector), parameters in gin_check.bindings().items():
-        configurable = gin_check.configurables().get(selector)
-        if bound_scope == scope and configurable is not None and configurable.wrapped is cls:
-          values |= {name: _value_of((scope, selector, name)) for name in parameters}
+      for (bound_scope, selector), rows in self.table.groups.items():
+        if bound_scope == scope and registry[selector].wrapped is cls:
+          values |= {name: self.table.value(row) for name, row in rows.items()}
     with gin.unlock_config():
       return copy.deepcopy(values)
 
@@ -160,7 +161,7 @@ class Configuration:
     try:
       with self.locating_errors(), gin.unlock_config():
         # gin calls references when they are copied.
-        return copy.deepcopy(gin_check.value_of(self.uses[0].bound[name]))
+        return copy.deepcopy(self.uses[0].bound[name].value)
     except (TypeError, ValueError) as error:
       if isinstance(error, T5xLiteError):
         raise
@@ -179,9 +180,7 @@ class Configuration:
         scope = self._scope(str(error), options.argument)
         found = []
         for name, shown in options.shown.items():
-          location = gin_check.location_of(
-            options.owner, name, shown, self.uses, self.locations, scope
-          )
+          location = gin_check.location_of(options.owner, name, shown, self.uses, self.table, scope)
           if location is not None:
             found.append(str(location))
         options.locations = found
@@ -190,7 +189,7 @@ class Configuration:
   def _scope(self, message: str, argument: str) -> tuple[str, ...] | None:
     """Return the scope in which gin has made the argument, or else the object of an error; None if it is not known."""
     if argument in self.uses[0].bound:
-      reference = _value_of(self.uses[0].bound[argument])
+      reference = self.table.value(self.uses[0].bound[argument])
       if isinstance(reference, gin_config.ConfigurableReference):
         return tuple(reference.scopes)
     innermost = re.search(_NOTE, message)
@@ -199,11 +198,6 @@ class Configuration:
     if innermost[2]:
       return tuple(innermost[2].split('/'))
     return ()
-
-
-def _value_of(key: gin_check.Key) -> Any:
-  """Return the value bound to `key`, with a macro replaced by its value."""
-  return gin_check.value_of(gin_check.path_to_value(key)[-1])
 
 
 def read(
@@ -294,13 +288,14 @@ def load(
     ConfigError: a name is misspelt or missing, or a binding has no effect or the wrong type; or a selector is given
       without mesh rules.
   """
-  binder, texts, choice, changes = _bind(texts, mesh_selector)
+  resolved = _resolve(texts, mesh_selector)
+  texts, binder, rule = resolved
+  table = binder.table
   _log_t5x(binder.t5x_sources, texts)
   module_name, _, function_name = entry.rpartition('.')
   function = getattr(importlib.import_module(module_name), function_name)
-  if not any(
-    configurable.wrapped is function for configurable in gin_check.configurables().values()
-  ):
+  registry = gin_table.configurables()
+  if not any(configurable.wrapped is function for configurable in registry.values()):
     raise ConfigError(
       f'No file configures {entry}. Add a run file, e.g. '
       f'--gin_file={_RUN_FILES.get(function_name, "runs/pretrain.gin")}, or use a recipe: '
@@ -310,39 +305,53 @@ def load(
   for binding in gin_syntax.bindings_of(texts):
     if binding.macro_name is not None and not binding.location.on_command_line:
       macros_of_files.add(binding.macro_name)
-  uses = gin_check.check(function, binder.locations, macros_of_files, binder.replaced)
-  for sentence in gin_check.misspelt_scopes(uses, binder.locations):
+  uses = gin_check.check(function, table, macros_of_files)
+  for sentence in gin_check.misspelt_scopes(uses, table):
     logging.getLogger(__name__).warning(sentence)
-  for sentence in inheritance.describe_missing(binder.not_inherited, uses, binder.locations):
+  for sentence in inheritance.describe_missing(binder.not_inherited, uses):
     logging.getLogger(__name__).warning(sentence)
   for sentence in inheritance.describe_inherited(uses):
     logging.getLogger(__name__).info(sentence)
+  resolved.bind()
   text = get_gin_config_str()
   _finalize()
-  read_keys = {key for use in uses for key in use.bound.values()}
+  read_keys = {row.key for use in uses for row in use.bound.values()}
   # Files for training may be used for other commands too, which need less.
   if function_name == 'train':
-    _log_unused(binder.bound, uses, texts)
+    _log_unused(table, uses, texts)
   mesh_rule = ''
-  if choice is not None:
-    mesh_rule = mesh_rules.describe(choice, changes, read_keys)
-  in_files = {statement.location for statement, file in _statements(texts) if file.path is not None}
-  locations = {key: location for key, location in binder.locations.items() if location in in_files}
-  return Configuration(function, text, uses, mesh_rule, locations)
+  if rule is not None:
+    changed = mesh_rules.changes(rule.choice, table)
+    mesh_rule = mesh_rules.describe(rule.choice, changed, read_keys)
+  return Configuration(function, text, uses, mesh_rule, table)
 
 
-def _bind(
-  texts: Sequence[gin_syntax.Text], mesh_selector: str | None, **options: Any
-) -> tuple[
-  gin_apply.Binder,
-  Sequence[gin_syntax.Text],
-  mesh_rules.Choice | None,
-  dict[gin_check.Key, gin_syntax.Binding],
-]:
-  """Bind the result of `read`; return the binder, all bound texts, the mesh rule, and the bindings that it changes.
+class _Resolved(NamedTuple):
+  """Texts whose names are resolved.
 
-  `options` are those of the binder.
+  Attributes:
+    texts: all texts in the order of application, among them those of the mesh rule.
+    binder: binder with the table.
+    rule: the mesh rule; None for a configuration without rules.
   """
+
+  texts: Sequence[gin_syntax.Text]
+  binder: gin_apply.Binder
+  rule: mesh_rules.AppliedRule | None
+
+  def bind(self) -> None:
+    """Hand the table to gin."""
+    imports = self.binder.import_statements.values()
+    if self.rule is None:
+      gin_apply.bind(self.binder.table, imports)
+    else:
+      mesh_rules.bind(self.rule, self.binder.table, imports)
+
+
+def _resolve(
+  texts: Sequence[gin_syntax.Text], mesh_selector: str | None, **options: Any
+) -> _Resolved:
+  """Resolve the names in the result of `read`, with the mesh rule that applies; `options` are those of the binder."""
   binder = gin_apply.Binder(**options)
   rules = next((text for text in texts if isinstance(text, mesh_rules.MeshRules)), None)
   if rules is None:
@@ -351,19 +360,26 @@ def _bind(
         f'--mesh_selector={mesh_selector} has no effect: the configuration has no '
         f'{gin_syntax.MESH_RULES}. Remove the flag, or add rules.'
       )
-    binder.bind(texts)
+    binder.resolve(texts)
     binder.inherit()
-    return binder, texts, None, {}
+    return _Resolved(texts, binder, None)
   position = texts.index(rules)
   files = texts[:position]
   rest = texts[position + 1 :]
-  binder.bind(files)
-  choice = mesh_rules.choose(rules, mesh_selector, binder.imports)
+  binder.resolve(files)
+  files_imports = dict(binder.imports)
+  statements = dict(binder.import_statements)
+  choice = mesh_rules.choose(rules, mesh_selector, binder.imports, binder.table)
   texts = [*files, *choice.texts, *rest]
   _check_macros(texts)
-  changes = mesh_rules.bind(choice, binder, rest)
+  binder.resolve(choice.texts)
+  of_rule = binder.import_statements.keys() - statements.keys()
+  binder.resolve(rest)
+  recorded = mesh_rules.recorded_rules(rules, files_imports, binder.imports, rest, binder.table)
   binder.inherit()
-  return binder, texts, choice, changes
+  imports = [each for key, each in binder.import_statements.items() if key not in of_rule]
+  rule = mesh_rules.AppliedRule(choice, recorded, imports)
+  return _Resolved(texts, binder, rule)
 
 
 def _statements(
@@ -419,35 +435,34 @@ def _other_defaults(texts: Sequence[gin_syntax.Text]) -> list[str]:
 
 
 def _log_unused(
-  bound: Mapping[gin_check.Key, gin_syntax.Binding],
-  uses: Sequence[gin_check.Use],
-  texts: Sequence[gin_syntax.Text],
+  table: gin_table.Table, uses: Sequence[gin_check.Use], texts: Sequence[gin_syntax.Text]
 ) -> None:
   """Log which bindings of files, not T5X's or config.gin of a run, have no effect in training.
 
   Of the files of t5x_lite, these are the bindings of what a file uses and a later file or flag replaces: they include
   each other and know themselves what they replace. Bindings that a subclass gets from its base class have an effect.
   """
-  read_keys = {key for use in uses for key in use.bound.values()}
+  read_keys = {row.key for use in uses for row in use.bound.values()}
   used = {use.configurable.selector for use in uses}
   mentioned = gin_syntax.mentioned_macros(texts)
-  registry = gin_check.configurables()
+  registry = gin_table.configurables()
   names_of_others = (_CONFIG_FILE, *gin_syntax.packaged_files(gin_syntax.T5X_FILES))
   others = tuple(f'/{name}' for name in names_of_others)
-  owned = {
-    id(statement)
-    for statement, text in _statements(texts)
-    if text.path is not None and not text.is_packaged() and not f'/{text.path}'.endswith(others)
-  }
   given_up = {id(statement) for statement in _bindings_given_up(texts)}
   unused = []
-  for key, statement in bound.items():
-    if id(statement) not in owned:
-      is_unused = id(statement) in given_up and key[1] not in used and key not in read_keys
+  for row in table:
+    statement = row.statement
+    if statement is None or row.text is None:
+      continue
+    selector = row.key[1]
+    path = row.text.path
+    if path is None or row.text.is_packaged() or f'/{path}'.endswith(others):
+      is_given_up = id(statement) in given_up and selector not in used
+      is_unused = is_given_up and row.key not in read_keys
     elif statement.macro_name:
       is_unused = statement.macro_name not in mentioned
     else:
-      is_unused = key not in read_keys and registry[key[1]].import_source is not None
+      is_unused = row.key not in read_keys and registry[selector].import_source is not None
     if is_unused:
       unused.append(f'{statement.key} ({statement.location})')
   if unused:
@@ -523,7 +538,11 @@ def plain_message(error: BaseException) -> str:
   name, scope = notes[0]
   if not isinstance(error, T5xLiteError):
     return f'{name}: {text}'
-  if scope and not gin_check.is_macro_scope(scope):
+  if not scope:
+    return text
+  try:
+    gin.query_parameter(f'{scope}/{gin_table.MACRO}.value')
+  except ValueError:  # It is the user's, and not that of a macro.
     return f'{text} (in {scope}/{name})'
   return text
 
@@ -585,13 +604,14 @@ def parse_gin_flags(
   flags = [
     gin_syntax.read_text(text, f'--gin_bindings={text}', gin_search_paths) for text in gin_bindings
   ]
-  _bind(
+  resolved = _resolve(
     read(gin_files, flags, gin_search_paths),
     mesh_selector=None,
     main_is_t5x=False,
     skip_unknown=skip_unknown,
     clears=gin.config_is_locked(),
   )
+  resolved.bind()
   if finalize_config:
     _finalize()
 

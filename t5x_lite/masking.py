@@ -5,6 +5,7 @@ A secret is the value of a flag, a macro or an environment variable whose name e
 """
 
 from collections.abc import Iterator, Sequence
+import functools
 import re
 import shlex
 
@@ -100,7 +101,7 @@ def masked_text(text: str, words: Sequence[str]) -> str:
   if '://' in text:
     text = _PASSWORD_OF_URL.sub(rf'\1:{MASK}', text)
     text = _QUERY.sub(_masked_item, text)
-  for value in sorted(set(_values(words)), key=len, reverse=True):
+  for value in _values(tuple(words)):
     text = text.replace(value, MASK)
   return text
 
@@ -136,15 +137,24 @@ def _may_be_plain(words: Sequence[str]) -> bool:
   return all(map(_MAY_BE_PLAIN.fullmatch, filter(_SECRET.fullmatch, words)))
 
 
-def _values(words: Sequence[str]) -> Iterator[str]:
-  """Yield the secrets of a command line that are long enough to be found in a text, without quotes."""
+@functools.lru_cache(maxsize=8)
+def _values(words: tuple[str, ...]) -> tuple[str, ...]:
+  """Return the secrets of a command line that are long enough to be found in a text, without quotes.
+
+  Longer ones come first. The result is kept, since each log line needs it.
+  """
+  found = set()
   for word, masked in zip(words, masked_words(words), strict=True):
-    if word == masked:
-      continue
-    pattern = '(.*?)'.join(map(re.escape, masked.split(MASK)))
-    found = re.fullmatch(pattern, word, re.DOTALL)
-    assert found is not None  # each mask replaces a part of the word
-    for value in found.groups():
-      value = value.strip().strip('\'"')
-      if len(value) >= _MIN_VALUE:
-        yield value
+    if word != masked:
+      found.update(_values_of(word, masked))
+  return tuple(sorted(found, key=len, reverse=True))
+
+
+def _values_of(word: str, masked: str) -> Iterator[str]:
+  pattern = '(.*?)'.join(map(re.escape, masked.split(MASK)))
+  match = re.fullmatch(pattern, word, re.DOTALL)
+  assert match is not None  # each mask replaces a part of the word
+  for value in match.groups():
+    value = value.strip().strip('\'"')
+    if len(value) >= _MIN_VALUE:
+      yield value

@@ -4,7 +4,7 @@
 does. An object appears whole or not at all, and cannot be renamed or appended to.
 
 Requests that fail for a reason that may pass (no connection, status 408, 429 or 5xx) are repeated with growing pauses,
-up to `retry_seconds()`. Names and bytes go through fsspec (gcsfs, s3fs), arrays and conditional writes through
+up to `retry_seconds(path)`. Names and bytes go through fsspec (gcsfs, s3fs), arrays and conditional writes through
 TensorStore's own drivers, see `kvstore_spec`.
 """
 
@@ -22,7 +22,6 @@ import os
 import pathlib
 import posixpath
 import random
-import threading
 import time
 from typing import IO, Any
 
@@ -38,6 +37,7 @@ from etils.epath import gpath  # pylint: disable=wrong-import-position
 import fsspec  # pylint: disable=wrong-import-position
 
 from t5x_lite import errors  # pylint: disable=wrong-import-position
+from t5x_lite.storage import open_folders  # pylint: disable=wrong-import-position
 
 _logger = logging.getLogger(__name__)
 
@@ -92,34 +92,41 @@ _NUM_ATTEMPTS = 3
 _LEAST_SECONDS = 5.0
 # Its machine may never reach a store that a process has not yet reached, which the user should soon know.
 _FIRST_REQUEST_SECONDS = 20.0
-_reached: set[str] = set()
-# Scheme to the times of the first and of the last failure since a request succeeded.
-_outages: dict[str, tuple[float, float]] = {}
+# Result of `retry_seconds` without `set_retry_seconds`.
+RETRY_SECONDS = 300.0
 # Bytes per request of a file that is read in order.
 _BLOCK_BYTES = 1 << 25
 # Requests of one call at a time.
 NUM_THREADS = 16
 
-_retry_seconds = 300.0
-# Ends the pauses between attempts, whose time may be over with another limit.
-_limit_changed = threading.Condition()
-
 
 class StoreUnavailableError(OSError):
-  """A store did not answer, or answered with temporary errors, for longer than `retry_seconds()`."""
+  """A store did not answer, or answered with temporary errors, for longer than `retry_seconds(path)`."""
 
 
-def retry_seconds() -> float:
-  """Return for how many seconds a request that fails for a temporary reason is repeated."""
-  return _retry_seconds
+def retry_seconds(path: StorePath) -> float:
+  """Return for how many seconds a request that fails for a temporary reason is repeated.
+
+  It is the limit of the folder of a run for what is below that folder. Otherwise, as for the data of a run, it is the
+  longest limit of the runs of this process.
+  """
+  for folder in open_folders.folders_above(str(path)):
+    if folder.retry_seconds is not None:
+      return folder.retry_seconds
+  limits = []
+  for folder in open_folders.all_folders():
+    if folder.retry_seconds is not None:
+      limits.append(folder.retry_seconds)
+    elif folder.lock is not None:
+      limits.append(RETRY_SECONDS)
+  return max(limits, default=RETRY_SECONDS)
 
 
-def set_retry_seconds(seconds: float) -> None:
-  """Set the result of `retry_seconds` for this process."""
-  global _retry_seconds
-  with _limit_changed:
-    _retry_seconds = seconds
-    _limit_changed.notify_all()
+def set_retry_seconds(folder: StorePath, seconds: float) -> None:
+  """Set the result of `retry_seconds` for a folder."""
+  with open_folders.limit_changed:  # ends the pauses between attempts, whose time may be over now
+    open_folders.open_folder(str(folder)).retry_seconds = seconds
+    open_folders.limit_changed.notify_all()
 
 
 class StorePath(gpath.PosixGPath):
@@ -361,7 +368,7 @@ class StorePath(gpath.PosixGPath):
       raise errors.ConfigError(
         f'A path in a store must name a bucket, got {str(self)!r}. Write {scheme}://BUCKET/NAME.'
       )
-    return retrying(lambda: fn(_file_system(scheme), self._name), self)
+    return retrying(lambda: fn(connection(scheme).file_system, self._name), self)
 
 
 def _name_matches(path: StorePath, pattern: str) -> bool:
@@ -370,34 +377,34 @@ def _name_matches(path: StorePath, pattern: str) -> bool:
 
 def retrying(fn: Callable[[], Any], path: StorePath) -> Any:
   """Return `fn()`, which is repeated while it fails for a temporary reason; errors name `path`."""
-  scheme = path.parts[1]
+  folder = open_folders.folder_of(str(path))
+  store = connection(path.parts[1])
   start = time.monotonic()
   pause = _FIRST_PAUSE
   is_first = True
   while True:
     try:
       result = fn()
-      _outages.pop(scheme, None)
-      _reached.add(scheme)
+      folder.outage = None
+      store.is_reached = True
       return result
     except errors.T5xLiteError:
       raise
     except Exception as e:  # pylint: disable=broad-exception-caught
       problem = _explained(e, path)
       if problem is not None:
-        _outages.pop(scheme, None)
+        folder.outage = None
         if isinstance(problem, FileNotFoundError | FileExistsError):
-          _reached.add(scheme)
+          store.is_reached = True
         raise problem from e
       now = time.monotonic()
-      began, last = _outages.get(scheme, (start, now))
+      began, last = folder.outage or (start, now)
       if now - last > 2 * _LONGEST_PAUSE:
         began = start
-      _outages[scheme] = began, now
-      if scheme in _reached:
-        limit = _retry_seconds
-      else:
-        limit = min(_FIRST_REQUEST_SECONDS, _retry_seconds)
+      folder.outage = began, now
+      limit = retry_seconds(path)
+      if not store.is_reached:
+        limit = min(_FIRST_REQUEST_SECONDS, limit)
       seconds_left = max(start + min(_LEAST_SECONDS, limit), began + limit) - now
       if seconds_left <= 0:
         raise StoreUnavailableError(
@@ -407,16 +414,16 @@ def retrying(fn: Callable[[], Any], path: StorePath) -> Any:
         ) from e
       level = logging.WARNING if is_first and began == start else logging.DEBUG
       _logger.log(level, '%s: %s. Trying again for up to %g seconds.', path, _text(e), limit)
-      with _limit_changed:
-        _limit_changed.wait(min(pause * random.uniform(0.5, 1), seconds_left))
+      with open_folders.limit_changed:
+        open_folders.limit_changed.wait(min(pause * random.uniform(0.5, 1), seconds_left))
       pause = min(2 * pause, _LONGEST_PAUSE)
       is_first = False
 
 
 def is_in_outage(path: StorePath) -> bool:
-  """Return True if the store has not answered for `retry_seconds()`, and did not a moment ago."""
-  began, last = _outages.get(path.parts[1], (0.0, 0.0))
-  return last - began >= _retry_seconds and time.monotonic() - last < _LONGEST_PAUSE
+  """Return True if the store has not answered for `retry_seconds(path)`, and did not a moment ago."""
+  began, last = open_folders.folder_of(str(path)).outage or (0.0, 0.0)
+  return last - began >= retry_seconds(path) and time.monotonic() - last < _LONGEST_PAUSE
 
 
 def in_parallel(fn: Callable[[Any], Any], items: Any) -> list[Any]:
@@ -446,10 +453,10 @@ def kvstore_spec(path: StorePath) -> dict[str, Any]:
   return spec
 
 
-def kvstore_context(retries: dict[str, Any] | None = None) -> dict[str, Any]:
-  """Return TensorStore's context for stores: credentials, and retries, by default for about `retry_seconds()`."""
+def kvstore_context(path: StorePath, retries: dict[str, Any] | None = None) -> dict[str, Any]:
+  """Return TensorStore's context for a folder: credentials, and retries, by default for about `retry_seconds(path)`."""
   if retries is None:
-    retries = _retries()
+    retries = _retries(retry_seconds(path))
   context = {'gcs_request_retries': retries, 's3_request_retries': retries}
   # Otherwise TensorStore first looks for files, and prints that they are missing. The specification of an open store
   # would not keep the choice.
@@ -458,11 +465,11 @@ def kvstore_context(retries: dict[str, Any] | None = None) -> dict[str, Any]:
   return context
 
 
-def _retries() -> dict[str, Any]:
+def _retries(seconds: float) -> dict[str, Any]:
   num_doublings = 0
   total = 0.0
   pause = _FIRST_PAUSE
-  while total < _retry_seconds:
+  while total < seconds:
     total += pause
     pause = min(2 * pause, _LONGEST_PAUSE)
     num_doublings += 1
@@ -473,7 +480,29 @@ def _retries() -> dict[str, Any]:
   }
 
 
+class Connection:
+  """Connection of this process to the stores of a scheme.
+
+  Attributes:
+    is_reached: whether an answer has come, so that the machine can reach the store.
+  """
+
+  def __init__(self, scheme: str):
+    self._scheme = scheme
+    self.is_reached = False
+
+  @functools.cached_property
+  def file_system(self) -> Any:
+    """The file system of fsspec; the first use raises ConfigError without its package."""
+    return _file_system(self._scheme)
+
+
 @functools.cache
+def connection(scheme: str) -> Connection:
+  """Return the connection to the stores of a scheme."""
+  return Connection(scheme)
+
+
 def _file_system(scheme: str) -> Any:
   kind = _KINDS[scheme]
   # They log each failed attempt as an error, with a traceback.

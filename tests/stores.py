@@ -214,7 +214,8 @@ class Proxy:
       **effects: one or more of `status=503` (answered without asking the store), `delay=seconds` (before the request is
         passed on), `cut_upload=bytes` (connection closed after that many bytes of the request's body),
         `cut_download=bytes` (the same for the answer's body), `lose_answer=True` (connection closed when the store has
-        executed the request), `unreachable=True` (connection closed at once), and `listing_lag=seconds` (listings lack
+        executed the request), `unreachable=True` (connection closed at once), `silent=True` (the request is read and
+        never answered; the connection is closed when the rule is removed), and `listing_lag=seconds` (listings lack
         objects written within the last `seconds`).
 
     Returns:
@@ -227,6 +228,7 @@ class Proxy:
       'cut_download',
       'lose_answer',
       'unreachable',
+      'silent',
       'listing_lag',
     }
     assert effects and not unknown, unknown
@@ -282,6 +284,12 @@ class Proxy:
       return
     body += handler.rfile.read(length)
     if length and len(body) != int(headers['Content-Length']):
+      handler.close_connection = True
+      return
+    if 'silent' in effects:
+      for fault in faults:
+        if 'silent' in fault.effects:
+          fault.removed.wait()
       handler.close_connection = True
       return
     if 'status' in effects:
@@ -654,14 +662,11 @@ def clear_client_caches() -> None:
     if protocol in ('gcs', 'gs', 's3'):
       filesystem.clear_instance_cache()
   if 't5x_lite.object_store' in sys.modules:
-    from t5x_lite import files
     from t5x_lite import object_store
+    from t5x_lite.storage import open_folders
 
-    object_store._file_system.cache_clear()
-    object_store._outages.clear()
-    object_store._reached.clear()
-    object_store.set_retry_seconds(300.0)
-    files._behind.clear()
+    object_store.connection.cache_clear()
+    open_folders.clear()
 
 
 _numbers = itertools.count()

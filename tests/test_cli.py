@@ -340,8 +340,8 @@ def test_interrupt_in_a_callback_is_not_lost(capsys, fake, place):
 
 def test_status_of_a_command_is_returned(capsys, fake):
   fake(
-    lambda arguments: (
-      errors.ExitCode.SAVED_ON_SIGNAL if arguments.count == 3 else errors.ExitCode.OK
+    lambda invocation: (
+      errors.ExitCode.SAVED_ON_SIGNAL if invocation.flags.count == 3 else errors.ExitCode.OK
     )
   )
   assert _main(capsys, 'fake', '--count=3')[0] == 75 and _main(capsys, 'fake')[0] == 0

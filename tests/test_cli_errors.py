@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from t5x_lite import cli
+from t5x_lite import cli_errors
 from t5x_lite import data
 from t5x_lite import errors
 from t5x_lite import partitioning
@@ -263,6 +264,30 @@ def _check(case: _Case, status: int, err: str) -> None:
   if '--debug' not in case.flags:
     assert 'Traceback' not in err
     assert str(_ROOT / 't5x_lite') not in err  # none of our frames
+
+
+@pytest.mark.parametrize(
+  'error, process, status, text',
+  [
+    (KeyboardInterrupt(), None, 130, 't5x_lite: interrupted.'),
+    (SystemExit(7), 1, 7, 't5x_lite: [process 1] error: your code called sys.exit(7).'),
+    (SystemExit(None), 1, 1, 't5x_lite: [process 1] error: your code called sys.exit(None).'),
+    (errors.ConfigError('hf_1234567.'), 1, 2, 't5x_lite: [process 1] error: ***.'),
+    (errors.StoppedOnSignalError('saved.'), None, 75, 't5x_lite: saved.'),
+    (ZeroDivisionError('hf_1234567'), None, 1, 'ZeroDivisionError: ***'),
+    (
+      ZeroDivisionError('hf_1234567'),
+      1,
+      1,
+      'ZeroDivisionError: ***\nt5x_lite: [process 1] error: an exception in the code of t5x_lite, see above.',
+    ),
+  ],
+)
+def test_an_ending_without_secrets(error, process, status, text):
+  found = cli_errors.ending(
+    error, name='t5x_lite', own_paths=(), argv=['--hub_token=hf_1234567'], process=process
+  )
+  assert found == (text, status, isinstance(error, ZeroDivisionError))
 
 
 _USERS_CODE = """

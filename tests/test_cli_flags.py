@@ -23,7 +23,7 @@ def _parse(*argv):
 @pytest.mark.parametrize(
   'argv, expected',
   [
-    (['-gin_file=a.gin', '--gin_file', 'b.gin'], {'gin_file': ['a.gin', 'b.gin']}),
+    (['-gin_file=a.gin', '--gin_file', 'b.gin'], {'gin_files': ['a.gin', 'b.gin']}),
     (['--dry_run=TRUE'], {'dry_run': True}),
     (['--dry_run', '--nodry_run'], {'dry_run': False}),
     (['--nodry_run', '-dry_run=1'], {'dry_run': True}),
@@ -60,8 +60,21 @@ def _parse(*argv):
   ],
 )
 def test_flags_have_the_meaning_of_absl(argv, expected):
-  arguments = vars(_parse(*argv))
-  assert {name: arguments[name] for name in expected} == expected
+  invocation = _parse(*argv)
+  values = invocation.flags._asdict() | invocation._asdict()
+  assert {name: values[name] for name in expected} == expected
+
+
+def test_nothing_changes_an_invocation():
+  invocation = _parse('--gin_file=a.gin', '--distributed=off')
+  with pytest.raises(AttributeError):
+    invocation.distributed = 'on'
+  with pytest.raises(AttributeError):
+    invocation.flags.distributed = 'on'
+  changed = command_flags.with_run_file(
+    invocation._replace(gin_files=[]), 'runs/eval.gin', 'evaluate'
+  )
+  assert changed.gin_files == [] and invocation.gin_files == ['a.gin']
 
 
 def test_a_flag_with_only_the_prefix_of_negation_is_unknown():
@@ -86,7 +99,7 @@ def test_flags_of_files_replace_flagfile(tmp_path, monkeypatch):
   (tmp_path / 'outer').write_text('# T5X\n\n// run\n--gin_file=a.gin\n--flagfile=inner\n')
   (tmp_path / 'inner').write_text('--gin.MODEL_DIR="b c"\n')
   arguments = _parse('--dry_run', '--flagfile', 'outer', '-gin_file=d.gin')
-  assert arguments.gin_file == ['a.gin', 'd.gin'] and arguments.gin_flags == [
+  assert arguments.gin_files == ['a.gin', 'd.gin'] and arguments.gin_flags == [
     '--gin.MODEL_DIR="b c"'
   ]
   (tmp_path / 'inner').write_text('--flagfile=outer')
@@ -303,14 +316,14 @@ _PLACE = ['--coordinator_address=host:99', '--process_count=2', '--process_index
 def test_multiprocess_gpu_decides_whether_a_process_is_alone(monkeypatch, caplog, argv, expected):
   joined = []
   monkeypatch.setattr(runtime, 'join', joined.append)
-  arguments = _parse(*argv)
+  invocation = _parse(*argv)
   with caplog.at_level(logging.INFO, 't5x_lite'):
     for _ in range(2):  # Some commands call it twice.
-      command_flags.join_cluster(arguments)
-  for cfg in joined:
-    assert (cfg.mode, cfg.coordinator_address, cfg.process_count, cfg.process_index) == expected
+      invocation = command_flags.join_cluster(invocation)
+  (cfg,) = joined
+  assert (cfg.mode, cfg.coordinator_address, cfg.process_count, cfg.process_index) == expected
   ignored = [flag.partition('=')[0] for flag in argv if flag in (*_PLACE, '--process_index=0')]
-  assert len(joined) == 2 and [record.getMessage() for record in caplog.records] == [
+  assert [record.getMessage() for record in caplog.records] == [
     f'No effect of {", ".join(ignored)}: --multiprocess_gpu=false starts one process.'
   ] * (bool(ignored) and expected[0] == 'off')
 

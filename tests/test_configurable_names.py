@@ -64,7 +64,7 @@ def _bind(path, text, allowed):
   """Bind a gin file with dynamic registration, as a command with `--allowed_modules` does."""
   path.write_text(f'from __gin__ import dynamic_registration\n{text}\n')
   module_imports.restrict(allowed)
-  binding.Binder().bind([gin_syntax.read_file(str(path), [])])
+  binding.Binder().resolve([gin_syntax.read_file(str(path), [])])
 
 
 # ---- The list --------------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def test_recipes_and_recorded_configurations_need_no_other_module():
     module_imports.restrict('t5,tests' if 't5.data' in text or 'letters' in text else '')
     try:
       read = gin_syntax.read_file(str(path), [str(_ROOT / 'gin'), str(path.parent)])
-      binding.Binder().bind([read])
+      binding.Binder().resolve([read])
     except ConfigError as error:
       assert "'t5.data.mixtures' to import it" in str(error), path
 
@@ -248,7 +248,7 @@ def test_functions_of_gin_without_dynamic_registration(tmp_path, name):
   (tmp_path / 'a.gin').write_text(f'X = @{name}()\n')
   module_imports.restrict('')
   with pytest.raises(ConfigError, match="must contain 'gin.config'|nothing is called"):
-    binding.Binder().bind([gin_syntax.read_file(str(tmp_path / 'a.gin'), [])])
+    binding.Binder().resolve([gin_syntax.read_file(str(tmp_path / 'a.gin'), [])])
 
 
 def test_the_remedy_of_an_attack_is_one_for_a_user_who_means_it(tmp_path):

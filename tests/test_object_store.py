@@ -108,7 +108,7 @@ def test_missing_credentials(s3_store, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize('scheme, package', [('gs', 'gcsfs'), ('s3', 's3fs')])
 def test_a_missing_extra(monkeypatch, scheme, package):
-  object_store._file_system.cache_clear()
+  object_store.connection.cache_clear()
   monkeypatch.setattr(object_store.fsspec, 'filesystem', _missing(package))
   monkeypatch.setattr(logging.getLogger('gcsfs'), 'level', logging.DEBUG)  # as by --logger_levels
   with pytest.raises(
@@ -132,7 +132,7 @@ def test_requests_are_repeated_for_a_limited_time(s3_store, monkeypatch, caplog)
     path.write_bytes(b'1')
   assert path.read_bytes() == b'1' and caplog.text.count('Trying again for up to') == 1
   monkeypatch.setattr(object_store, '_LEAST_SECONDS', 0.2)
-  monkeypatch.setattr(object_store, '_retry_seconds', 1.0)
+  monkeypatch.setattr(object_store, 'RETRY_SECONDS', 1.0)
   start = time.monotonic()
   with (
     s3_store.proxy.fault(status=500),
@@ -159,7 +159,7 @@ def test_local_paths_need_no_library_of_stores(tmp_path):
   program = (
     f'import sys; from t5x_lite import files, checkpoints, summaries; '
     f"files.write({str(tmp_path / 'x')!r}, 'a'); "
-    'from t5x_lite.apps import train; train.train; from t5x_lite.checkpoints import lock, store_io, manager; '
+    'from t5x_lite.apps import train; train.train; from t5x_lite.checkpoints import lock, array_io, manager; '
     "print({'fsspec', 'gcsfs', 's3fs', 't5x_lite.object_store', 'huggingface_hub'} & set(sys.modules))"
   )
   done = subprocess.run(

@@ -10,9 +10,9 @@ import pytest
 from t5x_lite import checkpoints
 from t5x_lite import errors
 from t5x_lite import plain_paths
+from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import manifest
 from t5x_lite.checkpoints import state_io
-from t5x_lite.checkpoints import store_io
 from t5x_lite.checkpoints import streaming
 from tests.checkpoints.sources import t5x_samples
 
@@ -83,12 +83,12 @@ def test_the_folder_for_temporary_files_may_have_such_a_name(tmp_path, monkeypat
 @pytest.mark.parametrize('name', ['run[1]', 'a\\b'])
 def test_a_save_that_cannot_be_opened_fails(name, tmp_path, monkeypatch):
   (tmp_path / name).mkdir()
-  write_parts = store_io.write_parts
+  write_parts = array_io.write_parts
 
   def write_elsewhere(directory, state):  # as a library does that misreads a name
     write_parts(directory.with_name('misread'), state)
 
-  monkeypatch.setattr(store_io, 'write_parts', write_elsewhere)
+  monkeypatch.setattr(array_io, 'write_parts', write_elsewhere)
   with checkpoints.CheckpointManager(
     tmp_path / name, save_cfg=checkpoints.SaveCheckpointConfig()
   ) as manager:

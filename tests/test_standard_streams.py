@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import io
 import os
 import pathlib
 import signal
@@ -194,6 +195,20 @@ def test_a_reader_that_does_not_read_is_waited_for_once(monkeypatch, make):
       assert _read_all(reader).endswith(
         f't5x_lite: {200 - num_written} lines of output could not be written.\nagain\n'
       )
+  os.close(reader)
+
+
+@pytest.mark.parametrize('make', [os.pipe, os.openpty])
+def test_a_line_that_is_drawn_again_is_waited_for_once(monkeypatch, make):
+  reader, writer = make()
+  # With PYTHONUNBUFFERED, each flush writes nothing once more.
+  with io.TextIOWrapper(io.FileIO(writer, 'wb'), write_through=True) as stream:
+    monkeypatch.setattr(sys, 'stderr', stream)
+    with standard_streams.lossy_output('stderr', patience_seconds=0.5):
+      begin = time.monotonic()
+      for _ in range(100):
+        print('\r' + 'x' * 999, end='', file=sys.stderr, flush=True)
+      assert 0.5 <= time.monotonic() - begin < 10
   os.close(reader)
 
 

@@ -381,7 +381,7 @@ def test_a_resumed_run_in_a_store_has_the_lines_of_an_uninterrupted_one(store, m
 
 
 def test_metrics_wait_in_memory_while_a_store_does_not_answer(s3_store, monkeypatch):
-  monkeypatch.setattr(object_store, '_retry_seconds', 0.1)
+  monkeypatch.setattr(object_store, 'RETRY_SECONDS', 0.1)
   monkeypatch.setattr(object_store, '_FIRST_PAUSE', 0.01)
   with contextlib.closing(summaries.MetricsManager('train', s3_store.root)) as manager:
     with s3_store.proxy.fault(unreachable=True, operation='write'):
@@ -398,7 +398,7 @@ def test_metrics_wait_in_memory_while_a_store_does_not_answer(s3_store, monkeypa
 
 
 def test_a_writer_that_is_made_while_a_store_does_not_answer(s3_store, monkeypatch):
-  monkeypatch.setattr(object_store, '_retry_seconds', 0.1)
+  monkeypatch.setattr(object_store, 'RETRY_SECONDS', 0.1)
   monkeypatch.setattr(object_store, '_FIRST_PAUSE', 0.01)
   for step in (1, 2):  # the second one is a resumed run
     with contextlib.closing(summaries.MetricsManager('training_eval/a', s3_store.root)) as manager:

@@ -1,9 +1,11 @@
 """`python -m moe plan`: drop rates and costs of capacities, and a suggestion."""
 
 import argparse
+from typing import Any
 
 from t5x_lite import checks
 from t5x_lite.apps.common.flags import Command
+from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.errors import ConfigError, ExitCode
 from t5x_lite.formatting import show
 
@@ -102,7 +104,8 @@ def numbers(text: str) -> list[float]:
   return [float(part) for part in text.split(',')]
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(invocation: Invocation) -> int:
+  arguments = invocation.flags
   _check(arguments)
   from moe.tools import capacity_plan
 
@@ -130,10 +133,10 @@ def _run(arguments: argparse.Namespace) -> int:
   return ExitCode.OK
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _check(arguments: Any) -> None:
   """Raise ConfigError for flags that contradict each other, have no effect, or have invalid values."""
   positive = checks.number(at_least=1, integer=True)
-  given = {name: value is not None for name, value in vars(arguments).items()}
+  given = {name: value is not None for name, value in arguments._asdict().items()}
   if given['run'] == given['zipf']:
     raise ConfigError('Pass either --run=RUN or --zipf=S --num_experts=E.')
   if given['zipf'] and not given['num_experts']:
@@ -147,7 +150,7 @@ def _check(arguments: argparse.Namespace) -> None:
   for name in ('writer', 'layer', 'step'):
     if given['zipf'] and given[name]:
       raise ConfigError(f'--{name} has no effect with --zipf; remove it.')
-  values = {f'--{name}': value for name, value in vars(arguments).items()}
+  values = {f'--{name}': value for name, value in arguments._asdict().items()}
   expectations = {
     '--dtype': checks.one_of(_BYTES),
     '--expert_partitions': positive,

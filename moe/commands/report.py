@@ -4,6 +4,7 @@ import argparse
 
 from t5x_lite import files
 from t5x_lite.apps.common.flags import Command
+from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.errors import ExitCode
 from t5x_lite.formatting import show
 
@@ -28,7 +29,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
   )
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(invocation: Invocation) -> int:
+  arguments = invocation.flags
   from moe.tools import report
   from moe.tools.report import findings
 

@@ -1,9 +1,11 @@
 """`python -m moe surgery`: changes the experts of a checkpoint."""
 
 import argparse
+from typing import Any
 
 from t5x_lite import checks
 from t5x_lite.apps.common.flags import Command
+from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.errors import ConfigError, ExitCode
 from t5x_lite.formatting import printable
 from t5x_lite.formatting import show
@@ -127,7 +129,7 @@ def integers(text: str) -> list[int]:
   return [int(part) for part in text.split(',')]
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _check(arguments: Any) -> None:
   """Raise ConfigError for missing flags, flags of other operations, and invalid values."""
   operation = arguments.operation
   problem = _problem(arguments, operation)
@@ -137,13 +139,13 @@ def _check(arguments: argparse.Namespace) -> None:
     '--least_loaded': checks.number(at_least=1, integer=True).or_none(),
     '--seed': checks.number(at_least=0, integer=True).or_none(),
   }
-  values = {f'--{name}': value for name, value in vars(arguments).items()}
+  values = {f'--{name}': value for name, value in arguments._asdict().items()}
   checks.check('', values, **expectations)
 
 
-def _problem(arguments: argparse.Namespace, operation: str) -> str | None:
+def _problem(arguments: Any, operation: str) -> str | None:
   """Return the first problem of the flags; None if they fit the operation."""
-  given = {name for name, value in vars(arguments).items() if value is not None}
+  given = {name for name, value in arguments._asdict().items() if value is not None}
   needed = _NEEDED[operation]
   if len(given & set(needed)) != bool(needed):
     flags = ', '.join(f'--{name}' for name in needed)
@@ -162,7 +164,8 @@ def _problem(arguments: argparse.Namespace, operation: str) -> str | None:
   return None
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(invocation: Invocation) -> int:
+  arguments = invocation.flags
   _check(arguments)
   from moe.tools import surgery
   from moe.tools import surgery_files

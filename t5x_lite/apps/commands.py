@@ -4,6 +4,7 @@ import argparse
 import importlib
 
 from t5x_lite.apps.common.flags import Command
+from t5x_lite.apps.common.flags import Invocation
 
 
 def _command(
@@ -14,8 +15,8 @@ def _command(
   def add_arguments(parser: argparse.ArgumentParser) -> None:
     importlib.import_module(f't5x_lite.apps.{folder}.command').add_arguments(parser)
 
-  def run(arguments: argparse.Namespace) -> int:
-    return importlib.import_module(f't5x_lite.apps.{folder}.command').run_command(arguments)
+  def run(invocation: Invocation) -> int:
+    return importlib.import_module(f't5x_lite.apps.{folder}.command').run_command(invocation)
 
   return Command(help_line, add_arguments, run, entry, passes_on)
 

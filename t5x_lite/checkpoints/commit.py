@@ -21,10 +21,10 @@ import jax
 from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import untrusted
+from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import manifest
 from t5x_lite.checkpoints import state_io
-from t5x_lite.checkpoints import store_io
 
 _logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ def mark_part_written(pending: PendingCheckpoint) -> None:
   if jax.process_count() > 1:
     mark = _mark(pending, jax.process_index())
     if files.is_remote(mark):
-      part = store_io.part_of(pending.state, jax.process_index()).relative_to(pending.temporary)
+      part = array_io.part_of(pending.state, jax.process_index()).relative_to(pending.temporary)
       names = untrusted.walk(pending.temporary, str(part))
       files.write(mark, json.dumps(manifest.hash_files(pending.temporary, names)))
     else:
@@ -177,9 +177,9 @@ def commit(pending: PendingCheckpoint, check_fn: Callable[[], None] = lambda: No
         known |= json.loads(mark.read_bytes())
     for mark in marks:
       mark.unlink()
-  store_io.merge(pending.state)
+  array_io.merge(pending.state)
   if in_store:
-    listed = store_io.list_complete(root, pending.state)
+    listed = array_io.list_complete(root, pending.state)
     names = [name for name in listed if f'/{pending.own_folder}/' in name]
   else:
     names = manifest.list_files(root)

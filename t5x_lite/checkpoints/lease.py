@@ -298,7 +298,7 @@ def _open(folder: object_store.StorePath) -> Any:
 
   # Few retries: the thread tries again anyway, and must notice that the lease is getting old.
   retries = {'max_retries': 3, 'initial_delay': '500ms', 'max_delay': '2s'}
-  context = tensorstore.Context(object_store.kvstore_context(retries))
+  context = tensorstore.Context(object_store.kvstore_context(folder, retries))
   return tensorstore.KvStore.open(object_store.kvstore_spec(folder), context=context).result()
 
 

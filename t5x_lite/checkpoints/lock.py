@@ -13,7 +13,6 @@ import json
 import os
 import pathlib
 import socket
-import threading
 import time
 import zlib
 
@@ -25,6 +24,7 @@ from t5x_lite import files
 from t5x_lite import multihost
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import lease
+from t5x_lite.storage import open_folders
 
 LOCK_FILENAME = '.lock'
 
@@ -34,15 +34,13 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 # A network file system may show a new file only after its caches expire.
 _SHARED_SECONDS = 60.0
 
-_held: dict[str, ModelDirLock] = {}
-_held_guard = threading.Lock()
-
 
 def _forget_in_child() -> None:
   # A forked child shares the open file, so its copy would keep the directory locked after the run has ended.
-  for lock in _held.values():
-    lock._close()  # pylint: disable=protected-access
-  _held.clear()
+  for folder in open_folders.all_folders():
+    if folder.lock is not None:
+      folder.lock._close()  # pylint: disable=protected-access
+      folder.lock = None
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
@@ -73,6 +71,7 @@ class ModelDirLock:
     self._holder = holder
     self._what = what
     self._num_holders = 1
+    self._has_saver = False
 
   @property
   def held(self) -> bool:
@@ -118,19 +117,49 @@ class ModelDirLock:
         str(self.directory),
       )
 
+  @property
+  def is_away(self) -> bool:
+    """True if the directory was moved or unmounted; False if it is there or was deleted, and in an object store."""
+    try:
+      self.check_folder()
+    except OSError:
+      # The files of a deleted directory have no name any more.
+      return self._fd is None or os.fstat(self._fd).st_nlink > 0
+    return False
+
   def release(self) -> None:
     """Release the lock once; the last release frees the directory, and further calls do nothing."""
-    with _held_guard:
+    folder = open_folders.open_folder(str(self.directory))
+    with folder.guard:
       if self._num_holders == 0:
         return
       self._num_holders -= 1
       if self._num_holders == 0:
-        _held.pop(str(self.directory), None)
+        if folder.lock is self:  # not of the parent of a forked process
+          folder.lock = None
+          folder.retry_seconds = None
+          folder.verified.clear()
         self._remove_unused()
         files.fence(self.directory, None)
         if self._lease is not None:
           self._lease.release()
         self._close()
+
+  def begin_saving(self) -> None:
+    """Note that a manager saves to the directory, until `end_saving`.
+
+    Raises:
+      DirectoryInUseError: another manager of this process does; they would delete each other's checkpoints.
+    """
+    if self._has_saver:
+      raise errors.DirectoryInUseError(
+        f'Another CheckpointManager of this process saves to {str(self.directory)!r}; close it first, or use that one.'
+      )
+    self._has_saver = True
+
+  def end_saving(self) -> None:
+    """Let another manager save to the directory."""
+    self._has_saver = False
 
   def _remove_unused(self) -> None:
     """Remove the directories and the file that locking created, if nothing else was written there.
@@ -198,10 +227,11 @@ def lock_model_dir(
       created = [folder for folder in (path, *path.parents) if not folder.exists()]
       path.mkdir(parents=True, exist_ok=True)
       path = path.resolve()
-    with _held_guard:
-      if str(path) in _held:
-        _held[str(path)]._num_holders += 1  # pylint: disable=protected-access
-        return _held[str(path)]
+    folder = open_folders.open_folder(str(path))
+    with folder.guard:
+      if folder.lock is not None:
+        folder.lock._num_holders += 1  # pylint: disable=protected-access
+        return folder.lock
       if not is_lead:
         lock = ModelDirLock(path, None, created, '', what)
       elif files.is_remote(path):
@@ -212,7 +242,7 @@ def lock_model_dir(
         fd, holder = _acquire(path, what, elsewhere)
         lock = ModelDirLock(path, fd, created, holder, what)
         files.fence(path, lock.check_folder)
-      _held[str(path)] = lock
+      folder.lock = lock
     try:
       if is_lead:
         discovery.clean_leftovers(path)

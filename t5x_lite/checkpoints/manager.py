@@ -28,6 +28,7 @@ from t5x_lite import checks
 from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import multihost
+from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import choice
 from t5x_lite.checkpoints import commit as commit_lib
 from t5x_lite.checkpoints import config
@@ -40,12 +41,9 @@ from t5x_lite.checkpoints import restore as restore_lib
 from t5x_lite.checkpoints import retention
 from t5x_lite.checkpoints import spool as spool_lib
 from t5x_lite.checkpoints import state_io
-from t5x_lite.checkpoints import store_io
 from t5x_lite.checkpoints import transforms
 
 _logger = logging.getLogger(__name__)
-# Directories to which a manager of this process saves; two managers would delete each other's checkpoints.
-_saving_directories: set[str] = set()
 
 
 class CheckpointManager:
@@ -102,7 +100,11 @@ class CheckpointManager:
       self._lock = lock_lib.lock_model_dir(self._directory)
       # Without links: a link that is switched later would lead to a folder that is not locked.
       self._directory = self._lock.directory
-      _claim(self._directory, self._lock)
+      try:
+        self._lock.begin_saving()
+      except errors.DirectoryInUseError:
+        self._lock.release()
+        raise
       try:
         # Equal in all processes, which write into one temporary directory.
         number = int(multihost.broadcast_from_lead(np.int32(uuid.uuid4().int % 2**31)))
@@ -209,7 +211,7 @@ class CheckpointManager:
       with contextlib.suppress(OSError):  # the save reports that the directory cannot be read
         is_there = files.path(self.checkpoint_path(step)).is_dir()
       if multihost.broadcast_from_lead(np.int32(is_there)):
-        if begun is not None and self._spool is not None:
+        if begun is not None and self._spool is not None and multihost.is_lead():
           self._spool.clear()
         return False
     if begun is None:
@@ -236,9 +238,11 @@ class CheckpointManager:
       is_due = step in self._committed_unsound
       self._committed_unsound.discard(step)
     if is_due and multihost.is_lead():
-      self._join()  # returns at once: the thread of this step has committed it
+      self._begun = None  # it is committed
       self._thread = threading.Thread(
-        target=self._apply_retention, args=(step,), name=f'checkpoint-retention-{step}'
+        target=self._apply_retention_after,
+        args=(self._thread, step),
+        name=f'checkpoint-retention-{step}',
       )
       self._thread.start()
 
@@ -451,7 +455,7 @@ class CheckpointManager:
     # Arrays without elements are not stored; the manifest has their shapes.
     flat = {name: leaf for name, leaf in flat.items() if 0 not in leaf.shape}
     try:
-      parts = store_io.host_parts(state_io.snapshot(flat))
+      parts = array_io.host_parts(state_io.snapshot(flat))
     except Exception as e:
       raise self._save_error(step, e) from e
     return process_save.ProcessSave(
@@ -493,6 +497,11 @@ class CheckpointManager:
   def _check_folder(self) -> None:
     assert self._lock is not None  # see `_check_can_save`
     self._lock.check_folder()
+
+  @property
+  def is_away(self) -> bool:
+    """True if the directory was moved or unmounted, with its checkpoints; False if it was deleted, and in a store."""
+    return self._lock is not None and self._lock.is_away
 
   def check_directory(self) -> None:
     """Raise if the checkpoints in the directory are not those of this run, e.g. because it was moved away.
@@ -582,6 +591,12 @@ class CheckpointManager:
       shutil.rmtree(folder, ignore_errors=True)
     self._has_partial_files = any(folder.exists() for folder in left)
 
+  def _apply_retention_after(self, thread: threading.Thread | None, step: int) -> None:
+    """Apply the retention after the thread that has committed `step`, which may still ask a silent store for it."""
+    if thread is not None:
+      thread.join()
+    self._apply_retention(step)
+
   def _apply_retention(self, step: int) -> None:
     try:
       self._check_folder()  # nothing is deleted in the folder of another run
@@ -600,7 +615,7 @@ class CheckpointManager:
     if self._lock is not None:
       lock = self._lock
       self._lock = None
-      _saving_directories.discard(files.real_path(self._directory))
+      lock.end_saving()
       lock.release()
 
   def _join(self) -> None:
@@ -608,13 +623,3 @@ class CheckpointManager:
       self._thread.join()
       self._thread = None
       self._begun = None
-
-
-def _claim(directory: files.Path, lock: lock_lib.ModelDirLock) -> None:
-  name = files.real_path(directory)
-  if name in _saving_directories:
-    lock.release()
-    raise errors.DirectoryInUseError(
-      f'Another CheckpointManager of this process saves to {str(directory)!r}; close it first, or use that one.'
-    )
-  _saving_directories.add(name)

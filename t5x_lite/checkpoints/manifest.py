@@ -30,6 +30,7 @@ from t5x_lite import multihost
 from t5x_lite import untrusted
 from t5x_lite.checkpoints import discovery
 from t5x_lite.formatting import printable
+from t5x_lite.storage import open_folders
 
 FORMAT_VERSION = 1
 
@@ -196,42 +197,116 @@ def read(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
   return Manifest(**body)
 
 
-# Types of the metadata that t5x_lite records; callers may record further entries of any type.
-_METADATA_KINDS = {
-  'param_layout': str,
-  'network': dict,
-  'optimizer': dict,
-  'run': dict,
-  'converted': dict,
-  'surgery': list,
-}
-_FIELD_KINDS = {
-  'network': {
-    'config': str,
-    'logits_via_embedding': bool,
-    'scale_tied_logits': bool,
-    'num_heads': int,
-    'custom_blocks': list,
-  },
-  'optimizer': {'name': str, 'evaluates_other_params': bool},
-  'run': {
-    'start_step': int,
-    'random_seed': int,
-    'batch_number': int,
-    'bad_steps_in_a_row': int,
-    'num_roll_backs': int,
-    'left_out_batches': list,
-    'evaluation_due': (bool, list),
-    'actions': dict,
-    'data': dict,
-    'means_version': int,
-  },
-  'converted': {'family': str},
-}
+# ---- Validation ------------------------------------------------------------------------------------------------------
+
 _MAX_COUNT = 2**32 - 1
 _MAX_PROCESSES = 2**20
 _SHA256_RE = re.compile('[0-9a-f]{64}')
 _DATA_FILE_RE = re.compile(rf'{discovery.DATASET_DIRNAME}/process_(\d{{1,7}})-of-(\d{{1,7}})/.+')
+# Orbax, which wrote earlier checkpoints, stores smaller arrays in its index, which it compresses.
+_MAX_INLINE_BYTES = 1024
+
+# Returns why a value is invalid, as the end of a sentence, or None.
+_Expectation = Callable[[Any], str | None]
+
+
+def _must(text: str, holds: Callable[[Any], bool]) -> _Expectation:
+  def problem(value: Any) -> str | None:
+    if holds(value):
+      return None
+    return f'must {text}, got {untrusted.shorten(value)}'
+
+  return problem
+
+
+def _must_be(*kinds: type | None) -> _Expectation:
+  """Expect an instance of one of several types; None among them accepts None."""
+  names = ' or '.join(kind.__name__ for kind in kinds if kind)
+  accepted = tuple(kind or type(None) for kind in kinds)
+  return _must(f'be of type {names}', lambda value: isinstance(value, accepted))
+
+
+def _must_have_only(first: str, second: str) -> _Expectation:
+  return _must(
+    f'have only the fields {first!r} and {second!r}',
+    lambda value: isinstance(value, dict) and set(value) == {first, second},
+  )
+
+
+def _must_count(at_most: int | None, text: str = 'from 0 up') -> _Expectation:
+  return _must(f'be an integer {text}', lambda value: untrusted.is_count(value, at_most))
+
+
+def _is_small_count(value: Any) -> bool:
+  return untrusted.is_count(value, _MAX_COUNT)
+
+
+def _are_small_counts(value: Any) -> bool:
+  return isinstance(value, list) and all(map(_is_small_count, value))
+
+
+def _holds_lists(value: Any) -> bool:
+  return isinstance(value, dict) and all(isinstance(each, list) for each in value.values())
+
+
+def _is_dtype(value: Any) -> bool:
+  return untrusted.parse_dtype(value) is not None
+
+
+def _is_sha256(value: Any) -> bool:
+  return isinstance(value, str) and _SHA256_RE.fullmatch(value) is not None
+
+
+def _is_number(value: Any) -> bool:
+  return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+_OBJECT = _must('be an object', lambda value: isinstance(value, dict))
+_SMALL_COUNT = _must('be of type integer >= 0', _is_small_count)
+# Field -> expectation, in the order in which they are checked. `[]` is each entry of an object, which an earlier row
+# has found to be one. Fields below `metadata` may be absent, and callers may record further ones of any type.
+_FIELDS: Mapping[str, _Expectation] = {
+  'files': _OBJECT,
+  'arrays': _OBJECT,
+  'metadata': _OBJECT,
+  'metrics': _OBJECT,
+  'versions': _OBJECT,
+  'step': _must_count(untrusted.MAX_STEP, f'from 0 to {untrusted.MAX_STEP}'),
+  'num_data_processes': _must_count(_MAX_PROCESSES, f'from 0 to {_MAX_PROCESSES}'),
+  'format_version': _must_count(None),
+  'files[]': _must_have_only('sha256', 'bytes'),
+  'files[].sha256': _must('be 64 hexadecimal digits', _is_sha256),
+  'files[].bytes': _must_count(2**63 - 1),
+  'arrays[]': _must_have_only('shape', 'dtype'),
+  'arrays[].shape': untrusted.shape_problem,
+  'arrays[].dtype': _must('be the name of a dtype of numbers', _is_dtype),
+  'metadata.param_layout': _must_be(str, None),
+  'metadata.network': _must_be(dict, None),
+  'metadata.network.config': _must_be(str),
+  'metadata.network.logits_via_embedding': _must_be(bool),
+  'metadata.network.scale_tied_logits': _must_be(bool),
+  'metadata.network.num_heads': _SMALL_COUNT,
+  'metadata.network.custom_blocks': _must_be(list),
+  'metadata.optimizer': _must_be(dict, None),
+  'metadata.optimizer.name': _must_be(str),
+  'metadata.optimizer.evaluates_other_params': _must_be(bool),
+  'metadata.run': _must_be(dict, None),
+  'metadata.run.start_step': _SMALL_COUNT,
+  'metadata.run.random_seed': _SMALL_COUNT,
+  'metadata.run.batch_number': _SMALL_COUNT,
+  'metadata.run.bad_steps_in_a_row': _SMALL_COUNT,
+  'metadata.run.num_roll_backs': _SMALL_COUNT,
+  'metadata.run.left_out_batches': _must('be a list of integers >= 0', _are_small_counts),
+  'metadata.run.evaluation_due': _must_be(bool, list),
+  'metadata.run.actions': _must('hold lists by name', _holds_lists),
+  'metadata.run.data': _must_be(dict),
+  'metadata.run.means_version': _SMALL_COUNT,
+  'metadata.converted': _must_be(dict, None),
+  'metadata.converted.family': _must_be(str),
+  'metadata.surgery': _must_be(list, None),
+  'metrics[]': _must('be a number', _is_number),
+  'versions[]': _must('be a string', lambda value: isinstance(value, str)),
+}
 
 
 def _problem(body: Any) -> str | None:
@@ -245,43 +320,39 @@ def _problem(body: Any) -> str | None:
     required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     if name not in body and (required or name == 'format_version'):
       return f'`{name}` is missing'
-  for name in ('files', 'arrays', 'metadata', 'metrics', 'versions'):
-    if not isinstance(body.get(name, {}), dict):
-      return f'`{name}` must be an object, got {untrusted.shorten(body[name])}'
-  for name, most in (
-    ('step', untrusted.MAX_STEP),
-    ('num_data_processes', _MAX_PROCESSES),
-    ('format_version', None),
-  ):
-    if not untrusted.is_count(body.get(name, 0), most):
-      bound = '' if most is None else f' to {most}'
-      return (
-        f'`{name}` must be an integer from 0{bound or " up"}, got {untrusted.shorten(body[name])}'
-      )
-  return (
-    _problem_of_files(body['files'], body.get('num_data_processes', 0))
-    or _problem_of_arrays(body['arrays'], body['files'])
-    or _problem_of_metadata(body.get('metadata', {}))
-    or _problem_of_facts(body)
-  )
+  for field, expectation in _FIELDS.items():
+    for place, value in _values(body, field):
+      problem = expectation(value)
+      if problem is not None:
+        return f'{place} {problem}'
+  return _problem_of_file_names(
+    body['files'], body.get('num_data_processes', 0)
+  ) or _problem_of_arrays(body['arrays'], body['files'])
 
 
-def _problem_of_files(entries: Mapping[str, Any], num_data_processes: int) -> str | None:
-  for name, entry in entries.items():
+def _values(body: Mapping[str, Any], field: str) -> Iterator[tuple[str, Any]]:
+  """Yield (place, value) of each value of a field of the table; nothing if it is absent."""
+  path, each, name = field.partition('[]')
+  value: Any = body
+  for part in path.split('.'):
+    if value is None or part not in value:
+      return
+    value = value[part]
+  if not each:
+    yield f'`{path}`', value
+    return
+  for key, entry in value.items():
+    if name:
+      entry = entry[name.removeprefix('.')]
+    yield f'`{path}[{untrusted.shorten(key)}]`{name}', entry
+
+
+def _problem_of_file_names(names: Iterable[str], num_data_processes: int) -> str | None:
+  for name in names:
     owner = f'`files[{untrusted.shorten(name)}]`'
     problem = untrusted.name_problem(name)
     if problem is not None:
       return f'the name in {owner} {problem}'
-    if not isinstance(entry, dict) or set(entry) != {'sha256', 'bytes'}:
-      return (
-        f"{owner} must have only the fields 'sha256' and 'bytes', got {untrusted.shorten(entry)}"
-      )
-    if not isinstance(entry['sha256'], str) or _SHA256_RE.fullmatch(entry['sha256']) is None:
-      return (
-        f'{owner}.sha256 must be 64 hexadecimal digits, got {untrusted.shorten(entry["sha256"])}'
-      )
-    if not untrusted.is_count(entry['bytes'], 2**63 - 1):
-      return f'{owner}.bytes must be an integer from 0 up, got {untrusted.shorten(entry["bytes"])}'
     if name.startswith(f'{discovery.DATASET_DIRNAME}/'):
       match = _DATA_FILE_RE.fullmatch(name)
       if (
@@ -291,30 +362,17 @@ def _problem_of_files(entries: Mapping[str, Any], num_data_processes: int) -> st
   return None
 
 
-# Orbax, which wrote earlier checkpoints, stores smaller arrays in its index, which it compresses.
-_MAX_INLINE_BYTES = 1024
-
-
 def _problem_of_arrays(arrays: Mapping[str, Any], entries: Mapping[str, Any]) -> str | None:
   num_bytes = 0
   for name, entry in arrays.items():
-    owner = f'`arrays[{untrusted.shorten(name)}]`'
     parents = itertools.accumulate(name.split('/')[:-1], '{}/{}'.format)
     if not name or any(parent in arrays for parent in parents):
+      owner = f'`arrays[{untrusted.shorten(name)}]`'
       return f'the name in {owner} must not be empty or below the name of another array'
-    if not isinstance(entry, dict) or set(entry) != {'shape', 'dtype'}:
-      return (
-        f"{owner} must have only the fields 'shape' and 'dtype', got {untrusted.shorten(entry)}"
-      )
-    problem = untrusted.shape_problem(entry['shape'])
-    if problem is not None:
-      return f'{owner}.shape {problem}'
-    dtype = untrusted.parse_dtype(entry['dtype'])
-    if dtype is None:
-      return f'{owner}.dtype must be the name of a dtype of numbers, got {untrusted.shorten(entry["dtype"])}'
-    array_bytes = untrusted.num_bytes(entry['shape'], dtype)
-    num_bytes += array_bytes if array_bytes > _MAX_INLINE_BYTES else 0
-  # Nothing else is compressed (`store_io`).
+    array_bytes = untrusted.num_bytes(entry['shape'], np.dtype(entry['dtype']))
+    if array_bytes > _MAX_INLINE_BYTES:
+      num_bytes += array_bytes
+  # Nothing else is compressed (`array_io`).
   stored = sum(
     entry['bytes']
     for name, entry in entries.items()
@@ -329,46 +387,7 @@ def _problem_of_arrays(arrays: Mapping[str, Any], entries: Mapping[str, Any]) ->
   return None
 
 
-def _problem_of_metadata(metadata: Mapping[str, Any]) -> str | None:
-  for name, kind in _METADATA_KINDS.items():
-    value = metadata.get(name)
-    if value is not None and not isinstance(value, kind):
-      return f'`metadata.{name}` must be of type {kind.__name__}, got {untrusted.shorten(value)}'
-    for field, kinds in _FIELD_KINDS.get(name, {}).items():
-      if value is not None and field in value and not _is_of_kind(value[field], kinds):
-        expected = ' or '.join(
-          'integer >= 0' if k is int else k.__name__
-          for k in (kinds if isinstance(kinds, tuple) else (kinds,))
-        )
-        return f'`metadata.{name}.{field}` must be of type {expected}, got {untrusted.shorten(value[field])}'
-  run = metadata.get('run') or {}
-  if not all(untrusted.is_count(number, _MAX_COUNT) for number in run.get('left_out_batches', ())):
-    return f'`metadata.run.left_out_batches` must hold integers >= 0, got {untrusted.shorten(run["left_out_batches"])}'
-  if not all(isinstance(states, list) for states in run.get('actions', {}).values()):
-    return f'`metadata.run.actions` must hold lists, got {untrusted.shorten(run["actions"])}'
-  return None
-
-
-def _problem_of_facts(body: Mapping[str, Any]) -> str | None:
-  for name, kind in (('metrics', (int, float)), ('versions', str)):
-    for key, value in body.get(name, {}).items():
-      if not isinstance(value, kind) or isinstance(value, bool):
-        expected = 'a string' if kind is str else 'a number'
-        return (
-          f'`{name}[{untrusted.shorten(key)}]` must be {expected}, got {untrusted.shorten(value)}'
-        )
-  return None
-
-
-def _is_of_kind(value: Any, kinds: type | tuple[type, ...]) -> bool:
-  if kinds is int:
-    return untrusted.is_count(value, _MAX_COUNT)
-  return isinstance(value, kinds)
-
-
-# Checkpoints verified by this process: path -> result of `os.stat` for each file. Avoids a second reading when a caller
-# first selects the newest intact checkpoint and then restores it.
-_verified: dict[str, dict[str, Any]] = {}
+# ---- Verification ----------------------------------------------------------------------------------------------------
 
 
 def _stats(root: files.Path, names: Sequence[str]) -> dict[str, Any]:
@@ -435,7 +454,7 @@ def verify(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
       'Restore another checkpoint, or a copy of this one.'
     )
   if multihost.any_process(problem is not None):
-    _verified.pop(str(root), None)
+    _verified(root).pop(str(root), None)
     if problem is not None:
       raise errors.CheckpointDamagedError(problem)
     raise errors.of_other_process(
@@ -444,6 +463,14 @@ def verify(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
       )
     )
   return manifest
+
+
+def _verified(root: files.Path) -> dict[str, dict[str, Any]]:
+  """Return the verified checkpoints of a folder's run: path -> result of `_stats`.
+
+  Avoids a second reading when a caller first selects the newest intact checkpoint and then restores it.
+  """
+  return open_folders.folder_of(str(root)).verified
 
 
 def damage(root: files.Path) -> str | None:
@@ -486,7 +513,7 @@ def _find_damage(root: files.Path, manifest: Manifest, *, is_shared: bool = True
   if not problems:
     names = [discovery.MANIFEST_FILENAME, *manifest.files]
     before = _stats(root, names)
-    if _verified.get(str(root)) == before:
+    if _verified(root).get(str(root)) == before:
       return None
     if is_shared:
       share = sorted(manifest.files)[jax.process_index() :: jax.process_count()]
@@ -503,7 +530,7 @@ def _find_damage(root: files.Path, manifest: Manifest, *, is_shared: bool = True
           )
         )
     if not problems:
-      _verified[str(root)] = before
+      _verified(root)[str(root)] = before
       return None
   shown = '; '.join(map(printable, problems[:3]))
   if len(problems) > 3:

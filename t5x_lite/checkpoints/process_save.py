@@ -13,11 +13,11 @@ import jax
 from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import multihost
+from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import commit
 from t5x_lite.checkpoints import restore
 from t5x_lite.checkpoints import spool
 from t5x_lite.checkpoints import state_io
-from t5x_lite.checkpoints import store_io
 
 _logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class ProcessSave:
   """
 
   pending: commit.PendingCheckpoint
-  parts: store_io.HostParts
+  parts: array_io.HostParts
   data_state: Mapping[str, bytes] | None
   begin_fn: Callable[[commit.PendingCheckpoint], None]
   kept: spool.Spool | None
@@ -81,6 +81,22 @@ class ProcessSave:
       outcome = spool.LOST_LEASE
     else:
       outcome = spool.FAILED
+    worst = outcome
+    if jax.process_count() > 1:
+      worst = self._worst_of_all(kept, outcome)
+    if failed is None and (worst != spool.OK or not commit.is_committed(self.pending)):
+      failed = errors.of_other_process(
+        errors.CheckpointError('another process could not write its part; see its message')
+      )
+    if failed is None and multihost.is_lead():
+      kept.clear(self.pending)
+    if worst == spool.FAILED:  # after a lost lease another run continues in the store
+      error: Any = failed  # of any class, so that none has the attribute
+      error.kept_at = self.keep_copy(kept)
+    return failed
+
+  def _worst_of_all(self, kept: spool.Spool, outcome: int) -> int:
+    """Return the worst outcome of all processes, `FAILED` if one could not write its own to the spool folder."""
     try:
       kept.report(self.pending, outcome)
     except OSError as e:  # reach the barrier, in which the others wait
@@ -93,16 +109,7 @@ class ProcessSave:
     if multihost.is_lead():
       with contextlib.suppress(OSError):
         kept.forget(self.pending)
-    if failed is None and (worst != spool.OK or not commit.is_committed(self.pending)):
-      failed = errors.of_other_process(
-        errors.CheckpointError('another process could not write its part; see its message')
-      )
-    if failed is None and multihost.is_lead():
-      kept.clear(self.pending)
-    if worst == spool.FAILED:  # after a lost lease another run continues in the store
-      error: Any = failed  # of any class, so that none has the attribute
-      error.kept_at = self.keep_copy(kept)
-    return failed
+    return worst
 
   def keep_copy(self, kept: spool.Spool) -> str | None:
     """Write the checkpoint to the spool folder; return its path there, or None after an error, which is logged.
@@ -123,7 +130,7 @@ class ProcessSave:
   def _write(self, pending: commit.PendingCheckpoint) -> None:
     if self.data_state is not None:
       write_data_state(pending, self.data_state)
-    store_io.write_parts(pending.state, self.parts)
+    array_io.write_parts(pending.state, self.parts)
 
   def _barrier(self, name: str) -> None:
     state_io.barrier(f'{self.pending.final.name}-{self.pending.attempt}:{name}')

@@ -16,6 +16,7 @@ import os
 import pathlib
 import threading
 import time
+from typing import Any
 import urllib.parse
 
 import jax
@@ -62,7 +63,13 @@ class Spool:
     )
     # Number of the newest save that this process has kept, and its path.
     self._newest: tuple[int, files.Path] | None = None
-    self._guard = threading.Lock()
+    self._num_writing = 0
+    self._guard = threading.Lock()  # of these attributes and of the checkpoints in the folder
+    # Of a write. Only for a single process: of several, one could write the later of two checkpoints, and another one
+    # the earlier, and each would wait for the other.
+    self._turn: contextlib.AbstractContextManager[Any] = threading.Lock()
+    if jax.process_count() > 1:
+      self._turn = contextlib.nullcontext()
     quoted = urllib.parse.quote(str(self._model_dir), safe='')
     self.folder = pathlib.Path(spool_dir).absolute() / quoted
     try:
@@ -74,6 +81,7 @@ class Spool:
 
   def report(self, pending: commit.PendingCheckpoint, outcome: int) -> None:
     """Tell all processes the outcome of this process's part of a save: `OK`, `FAILED` or `LOST_LEASE`."""
+    files.make_writable(self.folder)
     path = self.folder / f'{_name(pending)}.process_{jax.process_index()}'
     files.write(path, str(outcome), durable=False)
 
@@ -102,7 +110,8 @@ class Spool:
   ) -> files.Path:
     """Write a checkpoint in place of those kept before; all processes call this together.
 
-    Does nothing if this save or a later one is kept: an earlier save may fail after a later one was kept.
+    Does nothing if this save or a later one is kept: an earlier save may fail after a later one was kept. Several
+    threads may write different saves, whose temporary folders have different names.
 
     Args:
       pending: the save in the run directory.
@@ -116,12 +125,28 @@ class Spool:
       OSError: e.g. the disk is full.
       CheckpointError: another process could not write its part.
     """
-    with self._guard:
-      if self._newest is not None and _number(pending) <= self._newest[0]:
+    with self._turn:
+      with self._guard:
+        self._forget_moved()
+        if self._newest is not None and self._is_kept(_number(pending), self._newest[0]):
+          return self._newest[1]
+        self._num_writing += 1
+      try:
+        path = self._write(pending, write_fn, barrier_fn)
+      finally:
+        with self._guard:
+          self._num_writing -= 1
+      with self._guard:
+        if self._newest is None or self._newest[0] < _number(pending):
+          self._newest = _number(pending), path
         return self._newest[1]
-      path = self._write(pending, write_fn, barrier_fn)
-      self._newest = _number(pending), path
-      return path
+
+  def _is_kept(self, number: int, newest: int) -> bool:
+    if (
+      jax.process_count() > 1
+    ):  # another process may not yet know of a later one, and would wait for this one
+      return number == newest
+    return number <= newest
 
   def _write(
     self,
@@ -146,7 +171,7 @@ class Spool:
 
     # A process that fails reaches each barrier too; otherwise the others would wait for it.
     for name, fn, is_for_lead in (
-      ('begun', lambda: commit.begin(here), True),
+      ('begun', lambda: self._begin(here), True),
       ('parts', write_part, False),
       ('kept', lambda: self._commit(here), True),
     ):
@@ -156,25 +181,48 @@ class Spool:
         except (OSError, errors.CheckpointError) as e:
           failed = e
       barrier_fn(f'spool {name}')
-    if failed is None and not here.final.exists():
+    newest = discovery.latest_step(self.folder)
+    if failed is None and (newest is None or newest < here.step):
       failed = errors.of_other_process(
         errors.CheckpointError('another process could not write its part')
       )
     if failed is not None:
+      if multihost.is_lead():  # a full disk could otherwise take no later checkpoint
+        files.remove_tree(here.temporary, ignore_errors=True)
       raise failed
     return here.final
 
+  def _forget_moved(self) -> None:
+    """Warn of the kept checkpoint if it was moved or deleted, and forget it."""
+    if self._newest is not None and not self._newest[1].is_dir():
+      _logger.warning(
+        '%s was moved or deleted while the run uses it. The folder is made again for the newest state.',
+        self._newest[1],
+      )
+      self._newest = None
+
+  def _begin(self, here: commit.PendingCheckpoint) -> None:
+    files.make_writable(self.folder)  # it may have been moved or deleted
+    commit.begin(here)
+
   def _commit(self, here: commit.PendingCheckpoint) -> None:
-    commit.commit(here)
-    self._write_unwritten()
-    for step in discovery.all_steps(self.folder):
-      if step != here.step:
-        discovery.remove_checkpoint_dir(discovery.get_checkpoint_dir(self.folder, step))
+    with self._guard:
+      if self._newest is not None and _number(here) < self._newest[0]:
+        files.remove_tree(here.temporary, ignore_errors=True)
+        return
+      commit.commit(here)
+      self._newest = _number(here), here.final
+      self._write_unwritten()
+      for step in discovery.all_steps(self.folder):
+        if step != here.step:
+          discovery.remove_checkpoint_dir(discovery.get_checkpoint_dir(self.folder, step))
 
   def clear(self, pending: commit.PendingCheckpoint | None = None) -> None:
     """Remove everything that was kept, after a save in the run directory, unless a later one than `pending` is kept."""
-    with self._guard:
+    with self._turn, self._guard:
       if pending is not None and self._newest is not None and _number(pending) < self._newest[0]:
+        return
+      if self._num_writing:  # a later one, which replaces what is kept
         return
       self._newest = None
       self._remove_all()
@@ -203,17 +251,26 @@ class Spool:
     for each in discovery.all_steps(self._model_dir):
       if not discovery.is_marked_unsound(discovery.get_checkpoint_dir(self._model_dir, each)):
         there = max(there, each)
+    source = pathlib.Path(discovery.get_checkpoint_dir(self.folder, step))
+    if there >= step and self._is_committed(source):
+      _logger.info(
+        '%s has the checkpoint of step %d that was kept in %s, where it is deleted.',
+        self._model_dir,
+        step,
+        self.folder,
+      )
+      self.clear()
+      return None
     if there >= step:
       _logger.warning(
         'The checkpoint of step %d in %s is not used, because it is not newer than that of step %d in '
-        '%s. Delete it, or it is replaced by the next one that the run directory does not take.',
+        '%s. Delete it, or the other one to use it; the next one that the run directory does not take replaces it.',
         step,
         self.folder,
         there,
         self._model_dir,
       )
       return None
-    source = pathlib.Path(discovery.get_checkpoint_dir(self.folder, step))
     problem = manifest.damage(source)
     if problem:
       raise errors.CheckpointDamagedError(
@@ -230,6 +287,23 @@ class Spool:
     discovery.upload(source, target)
     self.clear()
     return step
+
+  def _is_committed(self, source: pathlib.Path) -> bool:
+    """Return True if the run directory took a kept checkpoint later, and has it undamaged.
+
+    A process that is killed between this commit and `clear` leaves the copy.
+    """
+    committed = self._model_dir / source.name
+    try:
+      kept = manifest.read(source)
+      found = manifest.read(committed)
+      if kept is None or found is None or discovery.is_marked_unsound(committed):
+        return False
+      if (kept.arrays, kept.metadata) != (found.arrays, found.metadata):  # of another run
+        return False
+      return manifest.damage(committed) is None
+    except errors.CheckpointError:  # an invalid manifest
+      return False
 
   def _write_unwritten(self) -> None:
     files.remove_tree(self.folder / _UNWRITTEN, ignore_errors=True)

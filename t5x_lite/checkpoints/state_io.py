@@ -25,9 +25,9 @@ from t5x_lite import files
 from t5x_lite import plain_paths
 from t5x_lite import tree_utils
 from t5x_lite import untrusted
+from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import manifest
-from t5x_lite.checkpoints import store_io
 
 _BARRIER_TIMEOUT_SECONDS = 1200
 # Orbax's index of the names of arrays.
@@ -88,7 +88,7 @@ def snapshot(flat_state: Mapping[str, Any]) -> dict[str, jax.Array | np.ndarray]
   """Return the state with copies of the arrays in host memory.
 
   The buffers of the state may be donated to the next training step while the copies are written. Arrays on other
-  devices are not copied here, but by `store_io.host_parts`.
+  devices are not copied here, but by `array_io.host_parts`.
 
   Args:
     flat_state: name -> array or number.
@@ -178,7 +178,7 @@ def read_shapes(directory: files.Path) -> dict[str, jax.ShapeDtypeStruct]:
   """
   if files.is_remote(directory):
     with _explained(f'index of {str(directory)!r}'):
-      shapes, chunks = store_io.read_shapes(directory)
+      shapes, chunks = array_io.read_shapes(directory)
     _check_sizes(directory, shapes, chunks)
     return shapes
   ocp = orbax()
@@ -214,7 +214,7 @@ def read_shapes_of(directory: files.Path, names: Iterable[str]) -> dict[str, jax
     CheckpointError: see `read_shapes`.
   """
   with _explained(f'index of {str(directory)!r}'):
-    shapes, chunks = store_io.read_shapes(directory, names)
+    shapes, chunks = array_io.read_shapes(directory, names)
   _check_sizes(directory, shapes, chunks)
   return shapes
 
@@ -230,7 +230,7 @@ def check_written(directory: files.Path, arrays: Mapping[str, Mapping[str, Any]]
     CheckpointError: an array is missing, or has another shape or dtype.
   """
   with _explained(f'state that was just written to {str(directory)!r}'):
-    found, _ = store_io.read_shapes(directory)
+    found, _ = array_io.read_shapes(directory)
   for name, entry in arrays.items():
     if 0 in entry['shape']:
       continue
@@ -280,7 +280,7 @@ def read_arrays(
   """
   if files.is_remote(directory):
     with _explained(f'data of {str(directory)!r}'):
-      return store_io.read_arrays(directory, wanted)
+      return array_io.read_arrays(directory, wanted)
   ocp = orbax()
 
   def restore_args(dtype, sharding):

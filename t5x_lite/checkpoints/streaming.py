@@ -15,11 +15,11 @@ import numpy as np
 
 from t5x_lite import errors
 from t5x_lite import files
+from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import commit as commit_lib
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import lock
 from t5x_lite.checkpoints import manifest
-from t5x_lite.checkpoints import store_io
 
 
 def write_checkpoint(
@@ -86,7 +86,7 @@ def _write_state(
   # Arrays without elements are not stored; the manifest has their shapes.
   with_elements = {name: leaf for name, leaf in arrays.items() if 0 not in leaf.shape}
   try:
-    store_io.write_one_by_one(directory, with_elements, read)
+    array_io.write_one_by_one(directory, with_elements, read)
   except OSError as e:
     if own or files.is_remote(directory):
       raise

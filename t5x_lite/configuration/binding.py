@@ -1,15 +1,16 @@
-"""Binding of gin statements: imports modules, resolves names, and suggests names for misspelt ones.
+"""Binding of gin statements: imports modules, resolves names in a table, and hands the table to gin.
 
 gin's parser is not used for this, since it does not keep the locations of statements and cannot suggest names. A few
 private names of gin-config 0.5, the last release, are used.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 import contextlib
 import importlib
 import inspect
 import logging
 import pkgutil
+import re
 import sys
 from typing import Any
 
@@ -24,6 +25,10 @@ from t5x_lite.compat import views as t5x_views
 from t5x_lite.configuration import checks as gin_check
 from t5x_lite.configuration import inheritance
 from t5x_lite.configuration import syntax as gin_syntax
+from t5x_lite.configuration import table as gin_table
+from t5x_lite.configuration.table import Inherited
+from t5x_lite.configuration.table import Row
+from t5x_lite.configuration.table import Table
 from t5x_lite.errors import ConfigError, did_you_mean, install_command
 
 _logger = logging.getLogger(__name__)
@@ -37,6 +42,8 @@ _EXTRAS = {
   'grain': 'grain',
   'matplotlib': 'plot',
 }
+# Section of a class in gin's text none of whose values has a form in it.
+_WITHOUT_VALUES = re.compile(r'\n# Parameters for .*:\n# =+\n# None\.\n')
 # Names that gin files give to the programs, and their modules in t5x_lite.apps.
 _PROGRAMS = {
   'train_script': 'train',
@@ -47,12 +54,12 @@ _PROGRAMS = {
 
 
 class Binder:
-  """Binds statements in gin.
+  """Makes the table of the bindings of statements.
 
   Attributes:
-    bound: statement of each binding.
-    replaced: for each macro that lost its last reader, the location of the binding that replaced it.
+    table: the bindings.
     imports: import statements by the names that they define.
+    import_statements: the first import of each module in each form, which gin prints.
     not_inherited: bindings of base classes that do not apply to a subclass, see `inherit`.
     t5x_sources: names of the files and flags that import modules of T5X.
   """
@@ -78,18 +85,13 @@ class Binder:
     self._skip_unknown = skip_unknown
     self._used: set[str] = set()
     self.t5x_sources: dict[str, None] = {}
-    self.bound: dict[gin_check.Key, gin_syntax.Binding] = {}
-    self.replaced: dict[str, gin_syntax.Location] = {}
+    self.table = Table()
     self.imports: dict[str, gin_syntax.Import] = {}
+    self.import_statements: dict[tuple[str, bool], config_parser.ImportStatement] = {}
     self.not_inherited: list[inheritance.Missing] = []
 
-  @property
-  def locations(self) -> dict[gin_check.Key, gin_syntax.Location]:
-    """Location of each binding."""
-    return {key: statement.location for key, statement in self.bound.items()}
-
-  def bind(self, texts: Sequence[gin_syntax.Text]) -> None:
-    """Bind all statements, after those of earlier calls.
+  def resolve(self, texts: Sequence[gin_syntax.Text]) -> None:
+    """Add the bindings of all statements to the table, after those of earlier calls.
 
     Args:
       texts: texts in the order of application.
@@ -100,55 +102,50 @@ class Binder:
     for text in texts:
       on_command_line = all(statement.location.on_command_line for statement in text.walk())
       if on_command_line:  # A flag may use every name that files have imported.
-        self._bind_text(text, tuple(self.imports.values()))
+        self._resolve_text(text, tuple(self.imports.values()))
       else:
-        self._bind_text(text, ())
+        self._resolve_text(text, ())
 
   def inherit(self) -> None:
-    """Bind parameters of classes and their methods as those of base classes, after all statements are bound."""
-    names = _Names('inherited bindings', self._main_is_t5x, self._used)
-    contexts = gin_config._PARSE_CONTEXTS  # pylint: disable=protected-access
-    contexts.append(names)
-    try:
-      self.not_inherited = inheritance.inherit(set(self._used), names.method)
-    finally:
-      contexts.pop()
+    """Add the bindings that code has made, and those of base classes, after all statements are resolved."""
+    for (scope, selector), bound in gin_config._CONFIG.items():  # pylint: disable=protected-access
+      for parameter, value in bound.items():
+        key = (scope, selector, parameter)
+        if key not in self.table and not isinstance(value, Inherited):
+          self.table.add(Row(key, value))
+    names = self._names('inherited bindings')
+    self.not_inherited = inheritance.inherit(self.table, set(self._used), names.method)
 
-  def _bind_text(self, text: gin_syntax.Text, preamble: Sequence[gin_syntax.Import]) -> None:
-    names = _Names(text.source, self._main_is_t5x, self._used)
-    contexts = gin_config._PARSE_CONTEXTS  # pylint: disable=protected-access
-    contexts.append(names)
-    try:
-      if preamble:
-        names.enable_dynamic_registration()
-        for statement in preamble:
+  def _names(self, source: str) -> '_Names':
+    return _Names(source, self._main_is_t5x, self._used, self.table)
+
+  def _resolve_text(self, text: gin_syntax.Text, preamble: Sequence[gin_syntax.Import]) -> None:
+    names = self._names(text.source)
+    if preamble:
+      names.enable_dynamic_registration()
+      for statement in preamble:
+        names.add_import(statement)
+    for statement in text.statements:
+      match statement:
+        case gin_syntax.Text():
+          self._resolve_text(statement, ())
+        case _ if self._skips(names, statement):
+          _logger.info(
+            '%s: skipped, because a name in it is unknown (skip_unknown).', statement.location
+          )
+        case gin_syntax.Import():
           names.add_import(statement)
-      for statement in text.statements:
-        match statement:
-          case gin_syntax.Text():
-            self._bind_text(statement, ())
-          case _ if self._skips(names, statement):
-            _logger.info(
-              '%s: skipped, because a name in it is unknown (skip_unknown).', statement.location
-            )
-          case gin_syntax.Import():
-            names.add_import(statement)
-            if not statement.statement.module.startswith('__gin__'):
-              self.imports[statement.statement.bound_name()] = statement
-          case gin_syntax.Block():
-            names.configurable(statement.selector, statement.location)
-          case gin_syntax.Binding():
-            key = names.bind(statement)
-            if key in self.bound:
-              former = set(gin_syntax.macros_in(self.bound[key].value))
-              forgotten = former - set(gin_syntax.macros_in(statement.value))
-              self.replaced |= dict.fromkeys(forgotten, statement.location)
-            self.bound[key] = statement
-    finally:
-      contexts.pop()
+          if not statement.statement.module.startswith('__gin__'):
+            self.imports[statement.statement.bound_name()] = statement
+        case gin_syntax.Block():
+          names.configurable(statement.selector, statement.location)
+        case gin_syntax.Binding():
+          key, value = names.resolve(statement)
+          self.table.add(Row(key, value, statement, text))
     if names.uses_t5x and not preamble:
       self.t5x_sources[text.source] = None
-    gin_config._IMPORTS.update(names.imports)  # pylint: disable=protected-access
+    for each in names.imports:
+      self.import_statements.setdefault((each.module, each.is_from), each)
 
   def _skips(self, names: '_Names', statement: gin_syntax.Statement) -> bool:
     """Return True for a statement that `skip_unknown` allows to skip and whose module or configurable is unknown."""
@@ -185,56 +182,41 @@ def _forget_methods() -> None:
       )  # of several classes, the same method
 
 
-# Value of `text_with` for a parameter that is not bound.
-UNBOUND = object()
-
-
-def imports() -> frozenset[Any]:
-  """Return gin's import statements of the current configuration."""
-  return frozenset(gin_config._IMPORTS)  # pylint: disable=protected-access
-
-
-def text_with(values: Mapping[gin_check.Key, Any], without_imports: Collection[Any]) -> str:
-  """Return `gin.config_str()` of a configuration that differs from the current one, which does not change.
-
-  Inherited values are omitted, since reading the text gives them again.
+def bind(rows: Iterable[Row], imports: Iterable[config_parser.ImportStatement]) -> None:
+  """Hand rows to gin, which has those that code has made already.
 
   Args:
-    values: values that differ, or UNBOUND.
-    without_imports: imports of the current configuration that the other one does not have.
+    rows: the rows.
+    imports: the import statements that gin prints with them, in one form for each module: of several, gin would choose
+      one at random.
   """
-  table = inheritance.own_bindings()
-  for (scope, selector, parameter), value in values.items():
-    if value is UNBOUND:
-      del table[scope, selector][parameter]
-    else:
-      table[scope, selector][parameter] = value
-  current = gin_config._IMPORTS  # pylint: disable=protected-access
-  gin_config._IMPORTS = {each for each in current if each not in without_imports}  # pylint: disable=protected-access
-  try:
-    bound_ones = {name: bound for name, bound in table.items() if bound}
-    return gin_config._config_str(bound_ones)  # pylint: disable=protected-access
-  finally:
-    gin_config._IMPORTS = current  # pylint: disable=protected-access
+  for row in rows:
+    if row.base is not None:
+      gin.bind_parameter(row.key, Inherited(row.base.key))
+    elif row.statement is not None:
+      gin.bind_parameter(row.key, row.value)
+  gin_config._IMPORTS.update(imports)  # pylint: disable=protected-access
+
+
+def configuration_text() -> str:
+  """Return gin's configuration as text, without inherited values, since reading the text gives them again."""
+  return _WITHOUT_VALUES.sub('', gin.config_str())
 
 
 class _Names(gin_config.ParseContext):
   """Names that one file can use: its imports, or gin's registry without dynamic registration."""
 
-  def __init__(self, source: str, main_is_t5x: bool, used: set[str]):
+  def __init__(self, source: str, main_is_t5x: bool, used: set[str], table: Table):
     super().__init__()
     self._source = source
     self._main_is_t5x = main_is_t5x
     self._used = used  # Complete names that this configuration has used; gin's registry has those of earlier ones too.
+    self._table = table
 
   @property
   def uses_t5x(self) -> bool:
     """True if the file imports modules of T5X."""
     return any(isinstance(module, t5x_views.View) for module in self._symbol_table.values())
-
-  def get_configurable(self, selector: str) -> gin_config.Configurable:
-    """Return the configurable of a complete selector, which gin requests when it binds a resolved statement."""
-    return gin_check.configurables()[selector]
 
   def enable_dynamic_registration(self) -> None:
     """Enable dynamic registration, like the statement `from __gin__ import dynamic_registration`."""
@@ -352,7 +334,7 @@ class _Names(gin_config.ParseContext):
     known = _configurable_of(owner)
     if known is None:
       return None
-    return gin_check.configurables().get(f'{known.selector}.{found.name}')
+    return gin_table.configurables().get(f'{known.selector}.{found.name}')
 
   def method(self, cls: type, name: str) -> gin_config.Configurable | None:
     """Return the configurable of a method of a registered class, registered at its first use.
@@ -420,7 +402,7 @@ class _Names(gin_config.ParseContext):
     root, *inner, name = attr_names
     selector = '.'.join([self._symbol_source[root].partial_path(), *inner, name])
     own = {}
-    for each in gin_check.configurables().values():
+    for each in gin_table.configurables().values():
       if each.is_method and each.module == selector:
         own[each.wrapped] = each
     others = {}
@@ -429,10 +411,16 @@ class _Names(gin_config.ParseContext):
         others[function] = gin_config._INVERSE_REGISTRY.pop(function)
     gin_config._INVERSE_REGISTRY.update(own)
     try:
-      return super()._register(attr_names, attr_values)
+      found = super()._register(attr_names, attr_values)
     finally:
       for function, each in others.items():
         gin_config._INVERSE_REGISTRY.setdefault(function, each)
+    # A class that is registered again has bound methods, which its references must call.
+    for row in self._table:
+      for reference in gin_table.references(row.value):
+        if gin_table.configurable_of(reference).wrapped is cls:
+          reference.initialize()
+    return found
 
   @contextlib.contextmanager
   def _source_of(self, symbol: str, source: config_parser.ImportStatement) -> Iterator[None]:
@@ -505,7 +493,7 @@ class _Names(gin_config.ParseContext):
     """Return what this configuration has used and what Python has registered, by complete name."""
     return {
       name: each
-      for name, each in gin_check.configurables().items()
+      for name, each in gin_table.configurables().items()
       if each.import_source is None or name in self._used
     }
 
@@ -532,7 +520,7 @@ class _Names(gin_config.ParseContext):
     return None
 
   def _registered(self, selector: str) -> gin_config.Configurable:
-    return gin_check.configurables()[self._matches(selector)[0]]
+    return gin_table.configurables()[self._matches(selector)[0]]
 
   def _registry_problem(self, selector: str, location: gin_syntax.Location) -> str:
     """Return why `selector` is not the name of one registered configurable, or ''."""
@@ -541,28 +529,26 @@ class _Names(gin_config.ParseContext):
       return ''
     if matches:
       return f'{selector!r} is ambiguous: {", ".join(sorted(matches))}. Write more of the name.'
-    known = [gin_check.short_name(configurable) for configurable in self._known().values()]
+    known = [gin_table.short_name(configurable) for configurable in self._known().values()]
     problem = f'nothing is called {selector!r}.{did_you_mean(selector, known)}'
     if not self._symbol_table and not location.on_command_line:
       problem += ' Files start with `from __gin__ import dynamic_registration` and import the modules they use.'
     return problem
 
-  def bind(self, binding: gin_syntax.Binding) -> gin_check.Key:
-    """Bind one statement and return its key."""
+  def resolve(self, binding: gin_syntax.Binding) -> tuple[gin_table.Key, Any]:
+    """Return the key and the value of one statement."""
     value = self._value(binding.value, binding.location)
     if binding.macro_name is not None:
-      key = (binding.macro_name, 'gin.macro', 'value')
-      gin.bind_parameter(key, value)
-      return key
+      return (binding.macro_name, gin_table.MACRO, 'value'), value
     configurable = self.configurable(binding.selector, binding.location)
     key = (binding.scope, configurable.selector, binding.arg_name)
     try:
-      gin.bind_parameter(key, value)
+      gin_config.ParsedBindingKey.parse(key)
     except ValueError:
       raise ConfigError(
         f'{binding.location}: {self._why_no_parameter(configurable, binding)}'
       ) from None
-    return key
+    return key, value
 
   def _why_no_parameter(
     self, configurable: gin_config.Configurable, binding: gin_syntax.Binding

@@ -6,8 +6,7 @@ following the references from the entry point finds exactly the bindings that ha
 """
 
 import collections.abc
-from collections.abc import Callable, Collection, Iterator, Mapping
-import copy
+from collections.abc import Callable, Collection, Mapping
 import dataclasses
 import difflib
 import enum
@@ -21,15 +20,20 @@ from typing import Any
 from gin import config as gin_config
 
 from t5x_lite.configuration.syntax import Location
+from t5x_lite.configuration.table import MACRO
+from t5x_lite.configuration.table import Key
+from t5x_lite.configuration.table import Row
+from t5x_lite.configuration.table import Scope
+from t5x_lite.configuration.table import Table
+from t5x_lite.configuration.table import configurable_of
+from t5x_lite.configuration.table import configurables
+from t5x_lite.configuration.table import is_macro
+from t5x_lite.configuration.table import references
+from t5x_lite.configuration.table import short_name
 from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite.formatting import gin_flag
 from t5x_lite.formatting import short_repr
 
-# (scope, complete selector, parameter), as in gin.
-Key = tuple[str, str, str]
-# Active scopes, outermost first.
-Scope = tuple[str, ...]
-_MACRO = 'gin.macro'
 # Modules whose classes accept values of other types, e.g. int for float, or a list for an array.
 _LOOSELY_TYPED = (
   'abc',
@@ -51,22 +55,6 @@ _PLAIN = (int, float, str, bool, type(None), list, tuple, dict)
 
 
 @dataclasses.dataclass(frozen=True)
-class Inherited:
-  """Value in gin's table of a parameter that a class gets from the binding of a base class.
-
-  gin copies values when it uses them: the copy is the base's value, with its references called.
-
-  Attributes:
-    key: key of the base's binding.
-  """
-
-  key: Key
-
-  def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-    return copy.deepcopy(value_of(self.key), memo)
-
-
-@dataclasses.dataclass(frozen=True)
 class Use:
   """Configurable in one scope that the entry point reaches, and the bindings that apply there.
 
@@ -74,51 +62,31 @@ class Use:
     configurable: the configurable.
     scope: active scopes, outermost first.
     evaluated: whether gin calls it, so that every required parameter must be bound, or passes it as a callable.
-    bound: keys of the bindings by parameter; of an inherited value, the key of the base class.
+    bound: rows of the bindings by parameter; of an inherited value, the row of the base class.
+    is_of_macro: whether the scope is only active because a macro of that name is evaluated.
   """
 
   configurable: gin_config.Configurable
   scope: Scope
   evaluated: bool
-  bound: Mapping[str, Key]
+  bound: Mapping[str, Row]
+  is_of_macro: bool = False
 
   @property
   def name(self) -> str:
     """Name of the configurable as users write it, with its scope unless that is a macro's."""
     name = short_name(self.configurable)
-    if is_macro_scope('/'.join(self.scope)):
+    if self.is_of_macro:
       return name
     return '/'.join((*self.scope, name))
 
 
-def short_name(configurable: gin_config.Configurable) -> str:
-  """Return the last two parts of the full name (three for a method), e.g. `data.DatasetConfig`."""
-  num_parts = 3 if configurable.is_method else 2
-  return '.'.join(configurable.selector.split('.')[-num_parts:])
-
-
-def configurable_of(reference: gin_config.ConfigurableReference) -> gin_config.Configurable:
-  """Return the configurable that a reference names."""
-  configurable = reference.configurable
-  assert configurable is not None  # gin sets it when it makes the reference
-  return configurable
-
-
-def bindings() -> Mapping[tuple[str, str], Mapping[str, Any]]:
-  """Return gin's table of values by (scope, complete selector) and parameter, which gin does not expose."""
-  return gin_config._CONFIG  # pylint: disable=protected-access
-
-
-def configurables() -> Mapping[str, gin_config.Configurable]:
-  """Return gin's registry: configurables by complete selector."""
-  return dict(gin_config._REGISTRY.items())  # pylint: disable=protected-access
-
-
-def reachable(entry: Callable[..., Any]) -> list[Use]:
+def reachable(entry: Callable[..., Any], table: Table) -> list[Use]:
   """Return all uses of configurables that calling `entry` through gin can reach, `entry` first.
 
   Args:
     entry: a registered function.
+    table: the bindings.
   """
   registry = configurables()
   by_object = {id(configurable.wrapped): configurable for configurable in registry.values()}
@@ -128,18 +96,13 @@ def reachable(entry: Callable[..., Any]) -> list[Use]:
     configurable, scope, evaluated = waiting.pop(0)
     if (configurable.selector, scope, evaluated) in found:
       continue
-    bound: dict[str, Key] = {}
-    for length in range(len(scope) + 1):  # Inner scopes have priority, as in gin.
-      name = '/'.join(scope[:length])
-      for parameter, value in bindings().get((name, configurable.selector), {}).items():
-        if isinstance(value, Inherited):
-          bound[parameter] = value.key
-        else:
-          bound[parameter] = (name, configurable.selector, parameter)
-    use = Use(configurable, scope, evaluated, bound)
+    rows = table.in_scope(scope, configurable.selector)
+    bound = {parameter: row.base or row for parameter, row in rows.items()}
+    is_of_macro = table.is_macro('/'.join(scope))
+    use = Use(configurable, scope, evaluated, bound, is_of_macro)
     found[configurable.selector, scope, evaluated] = use
-    for key in bound.values():
-      for reference in _references(value_of(key)):
+    for row in bound.values():
+      for reference in references(row.value):
         # A reference without a scope runs in the active one. Callables run later, without a scope.
         if reference.scopes:
           scopes = [tuple(reference.scopes)]
@@ -157,49 +120,17 @@ def reachable(entry: Callable[..., Any]) -> list[Use]:
   return list(found.values())
 
 
-def value_of(key: Key) -> Any:
-  """Return the value bound to `key`."""
-  scope, selector, parameter = key
-  return bindings()[scope, selector][parameter]
-
-
-def path_to_value(key: Key) -> list[Key]:
-  """Return `key` and the keys of the macros through which it gets its value."""
-  path = [key]
-  while is_macro(value := value_of(path[-1])):
-    path.append(('/'.join(value.scopes), _MACRO, 'value'))
-  return path
-
-
-def _references(value: Any) -> Iterator[gin_config.ConfigurableReference]:
-  yield from gin_config.iterate_references({'value': value})
-
-
-def is_macro(reference: Any) -> bool:
-  """Return whether a value is `%NAME` for a macro, as opposed to a constant."""
-  if not isinstance(reference, gin_config.ConfigurableReference):
-    return False
-  return configurable_of(reference).selector == _MACRO
-
-
-def is_macro_scope(scope: str) -> bool:
-  """Return whether a scope is only active because a macro of that name is evaluated."""
-  return (scope, _MACRO) in bindings()
-
-
 def check(
   entry: Callable[..., Any],
-  locations: Mapping[Key, Location],
+  table: Table,
   macros_of_files: Collection[str] = (),
-  replaced: Mapping[str, Location] = types.MappingProxyType({}),
 ) -> list[Use]:
   """Raise for flags without effect, required parameters without a value, and values of the wrong type.
 
   Args:
     entry: the function that will be called through gin.
-    locations: location of each binding, for messages.
+    table: the bindings.
     macros_of_files: names of the macros that files set.
-    replaced: for each macro that lost its last reader, the location of the binding that replaced it.
 
   Returns:
     Result of `reachable`.
@@ -207,27 +138,27 @@ def check(
   Raises:
     ConfigError: with the binding, its location, the expectation and the remedy.
   """
-  uses = reachable(entry)
-  _check_effect(entry, uses, locations, macros_of_files, replaced)
+  uses = reachable(entry, table)
+  _check_effect(entry, uses, table, macros_of_files)
   for use in uses:
-    if use.configurable.selector == _MACRO and not use.bound:
+    if use.configurable.selector == MACRO and not use.bound:
       name = '/'.join(use.scope)
       raise ConfigError(
-        f'{_reader_of(name, locations)}: the macro {name!r} is not defined. Write a value, or a macro '
+        f'{_reader_of(name, table)}: the macro {name!r} is not defined. Write a value, or a macro '
         'that a file sets.'
       )
   _check_cycles(uses)
   signatures = []
   for use in uses:
-    if use.configurable.selector != _MACRO:
+    if use.configurable.selector != MACRO:
       parameters = _signature(use.configurable.wrapped)
       if parameters is not None:
         signatures.append((use, parameters))
   for use, parameters in signatures:
     hints = _type_hints(use.configurable.wrapped)
-    for name, key in use.bound.items():
+    for name, row in use.bound.items():
       if name in hints and name in parameters:
-        _check_type(use, parameters[name], hints[name], key, locations)
+        _check_type(use, parameters[name], hints[name], row, table)
   for use, parameters in signatures:
     if use.evaluated:
       unbound = _unbound(use, parameters)
@@ -239,12 +170,14 @@ def check(
   return uses
 
 
-def _reader_of(macro: str, locations: Mapping[Key, Location]) -> Location | str:
+def _reader_of(macro: str, table: Table) -> Location | str:
   """Return the location of the first binding that reads a macro."""
-  for key, location in locations.items():
-    for reference in _references(value_of(key)):
+  for row in table:
+    if row.location is None:
+      continue
+    for reference in references(row.value):
       if is_macro(reference) and '/'.join(reference.scopes) == macro:
-        return location
+        return row.location
   return 'The configuration'
 
 
@@ -265,8 +198,8 @@ def _check_cycles(uses: list[Use]) -> None:
   graph = {}
   for node, use in by_object.items():
     arguments = set()
-    for key in use.bound.values():
-      for reference in _references(value_of(key)):
+    for row in use.bound.values():
+      for reference in references(row.value):
         if reference.evaluate:
           scope = tuple(reference.scopes) or use.scope
           arguments.add((configurable_of(reference).selector, scope))
@@ -277,7 +210,7 @@ def _check_cycles(uses: list[Use]) -> None:
     names = []
     for node in error.args[1]:
       selector, scope = node
-      if selector == _MACRO:
+      if selector == MACRO:
         names.append(f'%{"/".join(scope)}')
       else:
         names.append(by_object[node].name)
@@ -290,31 +223,30 @@ def _check_cycles(uses: list[Use]) -> None:
 def _check_effect(
   entry: Callable[..., Any],
   uses: list[Use],
-  locations: Mapping[Key, Location],
+  table: Table,
   macros_of_files: Collection[str],
-  replaced: Mapping[str, Location],
 ) -> None:
   """Raise if no reached configurable reads the binding of a flag."""
-  read = {key for use in uses for key in use.bound.values()}
+  read = {row.key for use in uses for row in use.bound.values()}
   registry = configurables()
-  for key, location in locations.items():
-    scope, selector, parameter = key
+  for row in table:
+    scope, selector, parameter = row.key
     configurable = registry[selector]
-    if key in read or not location.on_command_line:
+    if row.key in read or not row.is_flag:
       continue
     # User code may call a function that it has registered itself without a reference.
-    if selector != _MACRO and configurable.import_source is None:
+    if selector != MACRO and configurable.import_source is None:
       continue
     used = [use for use in uses if use.configurable.selector == selector]
     wanted = tuple(scope.split('/')) if scope else ()
     narrower = next((use for use in used if use.scope[: len(wanted)] == wanted), None)
-    if selector == _MACRO:
-      reason = _why_macro_has_no_effect(scope, entry, read, macros_of_files, replaced)
+    if selector == MACRO:
+      reason = _why_macro_has_no_effect(scope, entry, read, macros_of_files, table.replaced)
     elif narrower is not None:
       by = narrower.bound[parameter]
       reason = (
-        f'the narrower binding {narrower.name}.{parameter} = {short_repr(value_of(by))} '
-        f'({locations.get(by, "set in code")}) has priority. Set that one.'
+        f'the narrower binding {narrower.name}.{parameter} = {short_repr(by.value)} '
+        f'({by.where}) has priority. Set that one.'
       )
     elif used:
       names = ' or '.join(dict.fromkeys(f'{use.name}.{parameter}' for use in used))
@@ -323,10 +255,10 @@ def _check_effect(
       name = short_name(configurable)
       known = [each.name for each in uses if not _is_builtin(each)]
       reason = f'{name} is not used.{did_you_mean(name, known)}'
-    raise ConfigError(f'{location} has no effect: {reason}')
+    raise ConfigError(f'{row.location} has no effect: {reason}')
 
 
-def misspelt_scopes(uses: list[Use], locations: Mapping[Key, Location]) -> list[str]:
+def misspelt_scopes(uses: list[Use], table: Table) -> list[str]:
   """Return a warning for each binding of a file whose scope is not used and similar to a used one.
 
   Unused scopes are allowed, since a file may be used for several commands.
@@ -336,17 +268,20 @@ def misspelt_scopes(uses: list[Use], locations: Mapping[Key, Location]) -> list[
     scopes = used.setdefault(use.configurable.selector, set())
     for length in range(len(use.scope)):
       scope = '/'.join(use.scope[: length + 1])
-      if not is_macro_scope(scope):
+      if not table.is_macro(scope):
         scopes.add(scope)
   sentences = []
-  for (scope, selector, parameter), location in locations.items():
+  for row in table:
+    scope, selector, parameter = row.key
+    if row.location is None or row.is_flag:
+      continue
     known = used.get(selector, set())
-    if scope and selector != _MACRO and scope not in known and not location.on_command_line:
+    if scope and selector != MACRO and scope not in known:
       near = difflib.get_close_matches(scope, known, n=1, cutoff=0.78)
       if near:
         name = f'{short_name(configurables()[selector])}.{parameter}'
         sentences.append(
-          f'{location}: the scope of {scope}/{name} is not used. Did you mean {near[0]}/{name}?'
+          f'{row.location}: the scope of {scope}/{name} is not used. Did you mean {near[0]}/{name}?'
         )
   return sentences
 
@@ -362,7 +297,7 @@ def _why_macro_has_no_effect(
     return f'{replaced[name]} replaces the binding that reads {name!r}. Remove one of the two.'
   if name in macros_of_files:
     return f'a file sets {name!r} too, but {entry.__name__} does not use it. Remove the flag.'
-  names = [used_name for used_name, selector, _ in read if selector == _MACRO]
+  names = [used_name for used_name, selector, _ in read if selector == MACRO]
   return f'the macro {name!r} is not used.{did_you_mean(name, names)}'
 
 
@@ -375,17 +310,17 @@ def location_of(
   name: str,
   shown: str,
   uses: Collection[Use],
-  locations: Mapping[Key, Location],
+  table: Table,
   scope: Scope | None,
 ) -> Location | None:
-  """Return the location of the binding of an invalid option; None if not exactly one binding can be meant.
+  """Return the line in a file that binds an invalid option; None if not exactly one binding can be meant.
 
   Args:
     owner: end of the name of the class or function that has the option, or of a base; empty for any.
     name: name of the option.
     shown: the invalid value as text; with an owner, a part of the bound value too.
     uses: result of `reachable`.
-    locations: locations of bindings.
+    table: the bindings.
     scope: scope in which the owner is called; None if unknown.
   """
   equal: set[Location | None] = set()
@@ -395,15 +330,15 @@ def location_of(
     if parameter is None or scope not in (None, use.scope) or not _is_owner(use, owner):
       continue
     if name in use.bound:
-      key = path_to_value(use.bound[name])[-1]
-      value = value_of(key)
-      location = locations.get(key)
+      row = table.path(use.bound[name])[-1]
+      value = row.value
+      location = row.file_location
     else:
       value = parameter.default
       location = None
     if repr(value) == shown:
       equal.add(location)
-    elif owner and (shown.strip('\'".') in repr(value) or [*_references(value)]):
+    elif owner and (shown.strip('\'".') in repr(value) or [*references(value)]):
       similar.add(location)
   found, *others = equal or similar or (None,)
   if others:
@@ -454,26 +389,24 @@ def _type_hints(fn_or_cls: Any) -> Mapping[str, Any]:
     return {}  # Only a type checker can resolve the annotations.
 
 
-def _check_type(
-  use: Use, parameter: inspect.Parameter, hint: Any, key: Key, locations: Mapping[Key, Location]
-) -> None:
-  path = path_to_value(key)
-  value = value_of(path[-1])
+def _check_type(use: Use, parameter: inspect.Parameter, hint: Any, row: Row, table: Table) -> None:
+  path = table.path(row)
+  value = path[-1].value
+  location = path[-1].location
   if value is None and parameter.default is None:
     return
   if isinstance(value, gin_config.ConfigurableReference):
-    _check_reference(use, parameter, hint, value, locations.get(path[-1]))
+    _check_reference(use, parameter, hint, value, path[-1], table)
   if fits(value, hint):
     return
   option = f'{use.name}.{parameter.name}'
   if len(path) > 1:  # through a macro
-    name = path[-1][0]
+    name = path[-1].key[0]
     for_what = f' for {option}'
   else:
     name = option
     for_what = ''
   where = ''
-  location = locations.get(path[-1])
   if location is not None and not location.on_command_line:
     where = f' ({location})'
   remedy = ''
@@ -514,14 +447,16 @@ def _check_reference(
   parameter: inspect.Parameter,
   hint: Any,
   value: gin_config.ConfigurableReference,
-  location: Location | None,
+  row: Row,
+  table: Table,
 ) -> None:
   """Raise for `@Class` instead of an instance, `@Class()` instead of a class, and classes of the wrong type."""
   configurable = configurable_of(value)
   fn_or_cls = configurable.wrapped
   made = _made(fn_or_cls)
   kinds = [kind for kind in _alternatives(hint) if kind is not type(None)]
-  _check_protocol(use, kinds, value)
+  location = row.location
+  _check_protocol(use, kinds, value, table)
   if made is None:
     return
   written = f'@{short_name(configurable)}'
@@ -565,7 +500,9 @@ def _full_name(made: type) -> str:
   return f'{made.__module__}.{made.__qualname__}'
 
 
-def _check_protocol(use: Use, kinds: list[Any], value: gin_config.ConfigurableReference) -> None:
+def _check_protocol(
+  use: Use, kinds: list[Any], value: gin_config.ConfigurableReference, table: Table
+) -> None:
   """Raise for bindings of keyword-only parameters of a protocol, which its callers pass."""
   if value.evaluate:
     return
@@ -578,7 +515,7 @@ def _check_protocol(use: Use, kinds: list[Any], value: gin_config.ConfigurableRe
   configurable = configurable_of(value)
   for length in range(len(value.scopes) + 1):
     scope = '/'.join(value.scopes[:length])
-    bound = bindings().get((scope, configurable.selector), {})
+    bound = table.groups.get((scope, configurable.selector), {})
     for name in sorted(passed & set(bound)):
       raise ConfigError(
         f'{short_name(configurable)}.{name} has no effect: {use.name} passes {name} itself. '

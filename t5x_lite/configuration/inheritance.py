@@ -2,8 +2,8 @@
 
 gin binds the parameters of one class. Here a subclass that the configuration names gets each parameter that it accepts
 and that is not bound for it from the nearest base class for which it is bound, in the scope of that binding; the same
-for its methods. A class that declares `INHERITS_BINDINGS = False` gets none. gin's table holds an `Inherited` value in
-these places, so that scopes, macros and references apply as for other values.
+for its methods. A class that declares `INHERITS_BINDINGS = False` gets none. gin gets a value of the class
+`table.Inherited` in these places, so that scopes, macros and references apply as for other values.
 """
 
 import ast
@@ -15,11 +15,13 @@ import textwrap
 import types
 from typing import Any
 
-import gin
 from gin import config as gin_config
 
-from t5x_lite.configuration import checks
-from t5x_lite.configuration.syntax import Location
+from t5x_lite.configuration.checks import Use
+from t5x_lite.configuration.table import Row
+from t5x_lite.configuration.table import Table
+from t5x_lite.configuration.table import configurables
+from t5x_lite.configuration.table import short_name
 
 # Function of (class, name of a method) that returns the method's configurable; None if it cannot be bound.
 MethodFn = Callable[[type, str], gin_config.Configurable | None]
@@ -32,36 +34,27 @@ class Missing:
 
   Attributes:
     selector: complete selector of the subclass.
-    key: key of the binding.
+    row: the binding.
     by: name of the function that does not accept the parameter, e.g. `mine.FocalModel.__init__`.
   """
 
   selector: str
-  key: checks.Key
+  row: Row
   by: str
 
 
-def own_bindings() -> dict[tuple[str, str], dict[str, Any]]:
-  """Return a copy of gin's table of bindings, without inherited values."""
-  table = {}
-  for name, bound in checks.bindings().items():
-    own = {key: value for key, value in bound.items() if not isinstance(value, checks.Inherited)}
-    if own:
-      table[name] = own
-  return table
-
-
-def inherit(selectors: Collection[str], method_fn: MethodFn) -> list[Missing]:
-  """Bind parameters as for base classes; a binding of the class itself has priority in any scope.
+def inherit(table: Table, selectors: Collection[str], method_fn: MethodFn) -> list[Missing]:
+  """Add rows to a table for parameters of base classes; a binding of the class itself has priority in any scope.
 
   Args:
+    table: the bindings.
     selectors: complete selectors of the functions and classes that the configuration names.
     method_fn: function that registers a method of a class.
 
   Returns:
     The bindings of base classes that a subclass does not accept.
   """
-  registry = checks.configurables()
+  registry = configurables()
   dynamic: dict[type, str] = {}
   for selector in selectors:
     configurable = registry[selector]
@@ -74,7 +67,7 @@ def inherit(selectors: Collection[str], method_fn: MethodFn) -> list[Missing]:
   for cls in dynamic:
     for base in _bases(cls):
       if base in dynamic:
-        missing += _inherit_from(cls, base, dynamic, method_fn)
+        missing += _inherit_from(table, cls, base, dynamic, method_fn)
   return missing
 
 
@@ -87,15 +80,14 @@ def _bases(cls: type) -> Iterator[type]:
 
 
 def _inherit_from(
-  cls: type, base: type, selectors: Mapping[type, str], method_fn: MethodFn
+  table: Table, cls: type, base: type, selectors: Mapping[type, str], method_fn: MethodFn
 ) -> list[Missing]:
-  """Bind what is bound for a base class and its methods, and return the bindings that do not apply."""
+  """Add what is bound for a base class and its methods, and return the bindings that do not apply."""
   selector = selectors[cls]
-  # With what the class has from nearer base classes, which have priority in any scope, too.
-  before = {name: dict(bound) for name, bound in checks.bindings().items()}
-  registry = checks.configurables()
+  registry = configurables()
+  added = []
   missing = []
-  for (scope, owner), bound in own_bindings().items():
+  for (scope, owner), rows in table.groups.items():
     name = _CONSTRUCTOR
     target: str | None = selector
     if registry[owner].is_method and registry[owner].module == selectors[base]:
@@ -103,18 +95,21 @@ def _inherit_from(
       target = f'{selector}.{name}'
     elif owner != selectors[base]:
       continue
-    for parameter in bound:
-      key = (scope, owner, parameter)
-      if any(parameter in before.get((outer, target), {}) for outer in _outer_scopes(scope)):
+    for parameter, row in rows.items():
+      # What the class has from nearer base classes has priority in any scope, too.
+      is_bound = any((outer, target, parameter) in table for outer in _outer_scopes(scope))
+      if is_bound or row.base is not None:
         continue
       kind = rejecting_class(cls, base, parameter, name)
       if kind is None and name != _CONSTRUCTOR and method_fn(cls, name) is None:
         kind = cls
       if kind is None:
-        gin.bind_parameter((scope, target, parameter), checks.Inherited(key))
+        added.append(Row((scope, target, parameter), row.value, base=row))
       else:
         path = f'{kind.__module__}.{kind.__qualname__}.{name}'
-        missing.append(Missing(selector, key, '.'.join(path.split('.')[-3:])))
+        missing.append(Missing(selector, row, '.'.join(path.split('.')[-3:])))
+  for row in added:
+    table.add(row)
   return missing
 
 
@@ -227,33 +222,32 @@ def _reads(function: Any, kwargs: str, parameter: str) -> bool:
 
 def describe_missing(
   missing: Collection[Missing],
-  uses: Collection[checks.Use],
-  locations: Mapping[checks.Key, Location],
+  uses: Collection[Use],
 ) -> list[str]:
   """Return a warning for each class that is used instead of a base class some of whose bindings do not apply to it.
 
   Args:
     missing: result of `inherit`.
     uses: result of `checks.reachable`.
-    locations: locations of bindings.
   """
   used = {use.configurable.selector: use.configurable for use in uses}
-  lost: dict[tuple[str, str], list[checks.Key]] = {}
+  registry = configurables()
+  lost: dict[tuple[str, str], list[Row]] = {}
   for each in missing:
-    owner = checks.configurables()[each.key[1]]
+    owner = registry[each.row.key[1]]
     # The base class, and not its method: a method is in use wherever the method of a subclass is.
     base = owner.module if owner.is_method else owner.selector
     if each.selector in used and base not in used:
-      lost.setdefault((each.selector, each.by), []).append(each.key)
+      lost.setdefault((each.selector, each.by), []).append(each.row)
   sentences = []
-  for (selector, by), keys in lost.items():
-    name = checks.short_name(used[selector])
+  for (selector, by), rows in lost.items():
+    name = short_name(used[selector])
     shown = []
-    for key in keys:
-      scope, owner, parameter = key
-      base = checks.short_name(checks.configurables()[owner])
+    for row in rows:
+      scope, owner, parameter = row.key
+      base = short_name(registry[owner])
       prefix = f'{scope}/' if scope else ''
-      shown.append(f'{prefix}{base}.{parameter} ({locations.get(key, "set in code")})')
+      shown.append(f'{prefix}{base}.{parameter} ({row.where})')
     sentences.append(
       f'{", ".join(shown)} must be accepted by {by} to apply to {name}, which has no such parameter or passes '
       f'another value. To apply it, add the parameter to {by} and pass its value to the base class.'
@@ -261,7 +255,7 @@ def describe_missing(
   return sentences
 
 
-def describe_inherited(uses: Collection[checks.Use]) -> list[str]:
+def describe_inherited(uses: Collection[Use]) -> list[str]:
   """Return a sentence for each used class that has bindings of base classes.
 
   Args:
@@ -269,12 +263,13 @@ def describe_inherited(uses: Collection[checks.Use]) -> list[str]:
   """
   parameters: dict[tuple[str, str], dict[str, None]] = {}
   for use in uses:
-    for parameter, (_, owner, _) in use.bound.items():
+    for parameter, row in use.bound.items():
+      owner = row.key[1]
       if owner != use.configurable.selector:
-        names = (checks.short_name(use.configurable), owner)
+        names = (short_name(use.configurable), owner)
         parameters.setdefault(names, {})[parameter] = None
   sentences = []
   for (name, owner), bound in parameters.items():
-    base = checks.short_name(checks.configurables()[owner])
+    base = short_name(configurables()[owner])
     sentences.append(f'Bindings of {base} apply to {name}: {", ".join(bound)}.')
   return sentences

@@ -5,7 +5,8 @@ selector decides; its change applies after the gin files and before the flags. B
 e.g. 'gpu-h100-8'. The rules follow axlearn's trainer, whose rules change only the shape of the mesh.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+import contextlib
 import dataclasses
 import re
 import textwrap
@@ -17,16 +18,20 @@ from gin import config_parser
 from t5x_lite import checks
 from t5x_lite import files
 from t5x_lite.configuration import binding as gin_apply
-from t5x_lite.configuration import checks as gin_check
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.configuration.syntax import MESH_RULES
 from t5x_lite.configuration.syntax import Binding
 from t5x_lite.configuration.syntax import Import
 from t5x_lite.configuration.syntax import Location
 from t5x_lite.configuration.syntax import Text
+from t5x_lite.configuration.table import MACRO
+from t5x_lite.configuration.table import Key
+from t5x_lite.configuration.table import Row
+from t5x_lite.configuration.table import Table
+from t5x_lite.configuration.table import configurables
 from t5x_lite.errors import ConfigError, did_you_mean
 
-_KEY = (MESH_RULES, 'gin.macro', 'value')
+_KEY = (MESH_RULES, MACRO, 'value')
 _EXAMPLE = "Example: MESH_RULES = [('gpu-h100-.*', 'h100.gin'), ('cpu-.*', 'NUM_PARTITIONS = 2'), ('.*', None)]."
 # Names of TPUs by the name in JAX, without "TPU", and words in JAX's names of GPUs that do not tell them apart.
 _TPU_NAMES = {
@@ -285,13 +290,16 @@ class Choice:
     return f'Mesh selector {self.selector!r} ({origin}): {rule}'
 
 
-def choose(rules: MeshRules, selector: str | None, imports: Mapping[str, Import]) -> Choice:
-  """Return the rule of a selector. The files of the configuration are bound already.
+def choose(
+  rules: MeshRules, selector: str | None, imports: Mapping[str, Import], table: Table
+) -> Choice:
+  """Return the rule of a selector.
 
   Args:
     rules: the rules.
     selector: the selector; None detects the hardware, which initializes JAX.
     imports: import statements of the files, by the names that they define.
+    table: bindings of the files.
 
   Raises:
     ConfigError: the rule has an automatic mesh, and no class that can choose one is configured.
@@ -300,7 +308,7 @@ def choose(rules: MeshRules, selector: str | None, imports: Mapping[str, Import]
   rule = rules.first_match(chosen)
   texts = []
   if rule is not None:
-    texts = _texts_of(rule, imports)
+    texts = _texts_of(rule, imports, table)
     if None in rule.changes and not any(text.statements for text in texts):
       raise ConfigError(
         f'Mesh rule {rule.pattern!r}: None requires a configured partitioner. Bind num_partitions of '
@@ -311,31 +319,29 @@ def choose(rules: MeshRules, selector: str | None, imports: Mapping[str, Import]
   )
 
 
-def _texts_of(rule: MeshRule, imports: Mapping[str, Import]) -> list[Text]:
+def _texts_of(rule: MeshRule, imports: Mapping[str, Import], table: Table) -> list[Text]:
   """Return what a rule binds, with the imports that it needs."""
   texts = []
   for change in _changes_with_imports(rule, imports):
     if change is None:
-      change = _automatic_mesh(rule)
+      change = _automatic_mesh(rule, table)
     texts.append(change)
   return texts
 
 
-def _automatic_mesh(rule: MeshRule) -> Text:
+def _automatic_mesh(rule: MeshRule, table: Table) -> Text:
   """Return bindings with which the configured partitioners choose the mesh themselves."""
   from t5x_lite.types import ChoosesMesh  # Imports JAX, too.
 
   source = f'automatic mesh of mesh rule {rule.pattern!r}'
-  table = gin_check.bindings()
-  classes = gin_check.configurables()
+  classes = configurables()
   statements = []
-  for scope, selector in table:
+  for scope, selector in table.groups:
     cls = classes[selector].wrapped
     if isinstance(cls, type) and issubclass(cls, ChoosesMesh):
-      parts = scope.split('/') if scope else []
-      configured = {}
-      for length in range(len(parts) + 1):  # Inner scopes have priority, as in gin.
-        configured |= table.get(('/'.join(parts[:length]), selector), {})
+      parts = tuple(scope.split('/')) if scope else ()
+      rows = table.in_scope(parts, selector)
+      configured = {name: row.value for name, row in rows.items()}
       for name, value in cls.automatic_mesh(configured).items():
         statements.append(Binding(scope, selector, name, value, Location(source, 1)))
   return Text(source, tuple(statements))
@@ -387,77 +393,51 @@ def _dynamic_registration(source: str) -> Import:
   return Import(statement, Location(source, 1))
 
 
-def bind(
-  choice: Choice, binder: gin_apply.Binder, rest: Sequence[Text]
-) -> dict[gin_check.Key, Binding]:
-  """Bind a rule and the texts after it, and record the rules in gin's macro `MESH_RULES`.
+def changes(choice: Choice, table: Table) -> list[Row]:
+  """Return the rows with which a rule changes a configuration, in the order of the rule.
 
   Args:
     choice: the rule.
-    binder: binder of the files.
-    rest: the flags, and other texts that override the rule.
-
-  Returns:
-    The bindings of the rule that change the configuration.
-
-  Raises:
-    ConfigError: a name does not exist.
+    table: all bindings, among them those of the rule and of the flags, which override it.
   """
-  values: dict[gin_check.Key, Any] = {}
-  for name, bound in gin_check.bindings().items():
-    for parameter, value in bound.items():
-      values[*name, parameter] = value
-  imports = gin_apply.imports()
-  files_imports = dict(binder.imports)
-  binder.bind(choice.texts)
-  added_imports = gin_apply.imports() - imports
-  binder.bind(rest)
-  keys = {id(statement): key for key, statement in binder.bound.items()}
-  # In the order of the rule, without those that it or a flag binds again.
-  effective = {
-    keys[id(statement)]: statement
-    for statement in gin_syntax.bindings_of(choice.texts)
-    if id(statement) in keys
-  }
-  former = {key: values.get(key, gin_apply.UNBOUND) for key in effective}
-  # References to one function in two scopes are equal for gin, also two macros.
-  changes = {
-    key: statement
-    for key, statement in effective.items()
-    if repr(former[key]) != repr(gin_check.value_of(key))
-  }
-  recorded = _recorded_rules(choice.rules, files_imports, binder.imports, rest)
-  gin.bind_parameter(_KEY, _Record(recorded, _comment(choice, changes), former, added_imports))
-  return changes
+  rows = {id(row.statement): row for row in table}
+  found = []
+  for statement in gin_syntax.bindings_of(choice.texts):
+    row = rows.get(id(statement))
+    if row is None:
+      continue
+    former = _without_rule(row, choice)
+    # References to one function in two scopes are equal for gin, also two macros.
+    if former is None or repr(former.value) != repr(row.value):
+      found.append(row)
+  return found
 
 
-def _comment(choice: Choice, changes: Mapping[gin_check.Key, Binding]) -> str:
-  """Return the comment of a recorded configuration on the rule that applied."""
-  if not changes:
-    return f'# {choice.description}.\n'
-  lines = [f'# {choice.description}, which changes these values of the configuration below:\n']
-  lines += [f'#   {statement}\n' for statement in changes.values()]
-  return ''.join(lines)
+def _without_rule(row: Row, choice: Choice) -> Row | None:
+  """Return the row that would apply without a rule; None if only the rule binds it."""
+  of_rule = {id(statement) for statement in gin_syntax.bindings_of(choice.texts)}
+  found: Row | None = row
+  while found is not None and id(found.statement) in of_rule:
+    found = found.former
+  return found
 
 
-def describe(
-  choice: Choice, changes: Mapping[gin_check.Key, Binding], read: Collection[gin_check.Key]
-) -> str:
+def describe(choice: Choice, changed: Sequence[Row], read: Collection[Key]) -> str:
   """Return selector, rule and changes in one line.
 
   Args:
     choice: the rule.
-    changes: result of `bind`.
-    read: bindings that the command reads.
+    changed: result of `changes`.
+    read: keys of the bindings that the command reads.
   """
   if choice.rule is None:
     return choice.description
-  if not changes:
+  if not changed:
     return f'{choice.description} changes nothing'
   shown = []
-  for key, statement in changes.items():
-    text = str(statement)
-    if key not in read:
+  for row in changed:
+    text = str(row.statement)
+    if row.key not in read:
       text += ' (not used by this command)'
     shown.append(text)
   more = ''
@@ -471,45 +451,95 @@ def describe(
 
 
 class _Record:
-  """Value of gin's macro `MESH_RULES`, by which gin prints the rules."""
+  """Value of gin's macro `MESH_RULES`, by which gin prints the rules.
 
-  def __init__(
-    self,
-    rules: MeshRules,
-    comment: str,
-    values: Mapping[gin_check.Key, Any],
-    imports: Collection[Any],
-  ):
+  Attributes:
+    rules: the rules.
+    text: the configuration without the changes of the rule that applied, with all rules.
+  """
+
+  def __init__(self, rules: MeshRules, text: str = ''):
     self.rules = rules
-    self.comment = comment
-    self.values_without_rule = values
-    self.imports_of_rule = imports
+    self.text = text
 
   def __repr__(self) -> str:
     return repr(self.rules)
 
 
-def configuration_text() -> str:
-  """Return gin's configuration without the changes of the rule that applied, and with all rules.
+@dataclasses.dataclass(frozen=True)
+class AppliedRule:
+  """A rule in a table of bindings.
+
+  Attributes:
+    choice: the rule.
+    rules: all rules as a run records them, see `recorded_rules`.
+    imports: import statements without those that only the rule has.
+  """
+
+  choice: Choice
+  rules: MeshRules
+  imports: Sequence[config_parser.ImportStatement]
+
+
+def bind(
+  applied: AppliedRule, table: Table, imports: Iterable[config_parser.ImportStatement]
+) -> None:
+  """Hand a configuration to gin: first without its rule, for the text that a run records, and then the rest.
 
   So a recorded configuration can be read on any hardware, where the rules apply again.
+
+  Args:
+    applied: the rule.
+    table: the bindings, with those of the rule.
+    imports: all import statements.
   """
-  record = gin_check.bindings().get(_KEY[:2], {}).get(_KEY[2])
-  if not isinstance(record, _Record):
-    return gin_apply.text_with({}, without_imports=())
-  text = gin_apply.text_with(record.values_without_rule, record.imports_of_rule)
-  return f'{record.comment}\n{text}'
+  without_rule = []
+  for row in table:
+    former = _without_rule(row, applied.choice)
+    if former is not None and former.base is None:
+      without_rule.append(former)
+  gin_apply.bind(without_rule, applied.imports)
+  gin.bind_parameter(_KEY, _Record(applied.rules))
+  text = f'{_comment(applied.choice, changes(applied.choice, table))}\n{gin.config_str()}'
+  gin.bind_parameter(_KEY, _Record(applied.rules, text))
+  gin_apply.bind(table, imports)
 
 
-def _recorded_rules(
+def _comment(choice: Choice, changed: Sequence[Row]) -> str:
+  """Return the comment of a recorded configuration on the rule that applied."""
+  if not changed:
+    return f'# {choice.description}.\n'
+  lines = [f'# {choice.description}, which changes these values of the configuration below:\n']
+  lines += [f'#   {row.statement}\n' for row in changed]
+  return ''.join(lines)
+
+
+def configuration_text() -> str:
+  """Return gin's configuration without the changes of the rule that applied, and with all rules."""
+  with contextlib.suppress(ValueError):  # Without rules, the macro is not bound.
+    record = gin.query_parameter(f'{MESH_RULES}/{MACRO}.value')
+    if isinstance(record, _Record):
+      return record.text
+  return gin_apply.configuration_text()
+
+
+def recorded_rules(
   rules: MeshRules,
   files_imports: Mapping[str, Import],
   imports: Mapping[str, Import],
   rest: Sequence[Text],
+  table: Table,
 ) -> MeshRules:
   """Return rules that hold their gin files as texts, and at the end the flags that override them.
 
   The recorded configuration has no flags: without the latter, its rules would override values of flags.
+
+  Args:
+    rules: the rules.
+    files_imports: import statements of the files, by the names that they define.
+    imports: those of the rule and the flags too.
+    rest: texts that override the rules.
+    table: all bindings.
   """
   flags = {
     binding.target: binding
@@ -522,7 +552,7 @@ def _recorded_rules(
     targets = []
     for change in _changes_with_imports(rule, files_imports):
       if change is None:
-        targets += gin_syntax.bindings_of([_automatic_mesh(rule)])
+        targets += gin_syntax.bindings_of([_automatic_mesh(rule, table)])
         changes.append(None)
       else:
         targets += gin_syntax.bindings_of([change])

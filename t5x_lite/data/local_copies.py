@@ -4,6 +4,7 @@ import atexit
 from collections.abc import Sequence
 import contextlib
 import fcntl
+import functools
 import hashlib
 import logging
 import os
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 
 _PREFIX = 't5x_lite-copies-'
 _logger = logging.getLogger(__name__)
-_guard = threading.Lock()
-# Folder of the copies of this process; [] before the first one.
-_folders: list[pathlib.Path] = []
 
 
 def local_paths(paths: Sequence[str]) -> list[str]:
@@ -45,8 +43,9 @@ def local_paths(paths: Sequence[str]) -> list[str]:
 
   opened = [files.path(path) for path in paths]
   remote = list(dict.fromkeys(path for path in opened if files.is_remote(path)))
-  with _guard:
-    folder = _folder()
+  of_process = _copies_of_process()
+  with of_process.guard:
+    folder = of_process.folder
     try:
       versions = object_store.in_parallel(lambda path: path.version(), remote)
       copies = {}
@@ -101,9 +100,19 @@ def _copy(source: 'object_store.StorePath', target: pathlib.Path, version: str) 
   unfinished.rename(target)
 
 
-def _folder() -> pathlib.Path:
-  """Return the folder of the copies of this process; the first call makes it, and removes those of dead processes."""
-  if not _folders:
+class _Copies:
+  """Copies of this process.
+
+  Attributes:
+    guard: held while files are copied, so that no thread copies what another one does.
+  """
+
+  def __init__(self):
+    self.guard = threading.Lock()
+
+  @functools.cached_property
+  def folder(self) -> pathlib.Path:
+    """Folder of the copies; the first use makes it, and removes those of dead processes."""
     for left in pathlib.Path(tempfile.gettempdir()).glob(f'{_PREFIX}*'):
       with contextlib.suppress(OSError):  # Locked by another process.
         descriptor = _lock(left)
@@ -113,8 +122,12 @@ def _folder() -> pathlib.Path:
     _lock(folder)  # Until the process ends.
     process = os.getpid()
     atexit.register(lambda: os.getpid() == process and shutil.rmtree(folder, ignore_errors=True))
-    _folders.append(folder)
-  return _folders[0]
+    return folder
+
+
+@functools.cache
+def _copies_of_process() -> _Copies:
+  return _Copies()
 
 
 def _lock(folder: pathlib.Path) -> int:

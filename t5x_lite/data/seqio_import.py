@@ -3,7 +3,7 @@
 The import takes about ten CPU-seconds, so modules that use this one are imported only when a run reads seqio data.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import os
 import re
@@ -12,7 +12,9 @@ import warnings
 
 from absl import logging
 
+from t5x_lite import files
 from t5x_lite import module_imports
+from t5x_lite import plain_paths
 from t5x_lite.errors import DataError, T5xLiteError, needs_packages
 
 # TensorFlow's C++ library reads these variables once, when it is loaded; values set by the user are kept.
@@ -140,3 +142,22 @@ def reading(cfg: Any, task: Any, what: str = '') -> contextlib.AbstractContextMa
     DataError: TensorFlow failed; the message has the split and TensorFlow's message.
   """
   return explained(f'The split {cfg.split!r} of {task.name!r} failed while reading{what}')
+
+
+def use_folders(tfds_data_dir: str, cache_dirs: Sequence[str]) -> None:
+  """Set the folder of TensorFlow Datasets for all tasks, and add folders in which cached tasks are searched.
+
+  Args:
+    tfds_data_dir: replaces `tfds_data_dir` of every `seqio.TfdsDataSource`; empty for no change.
+    cache_dirs: folders with results of seqio's cache job, searched after those that seqio has already.
+  """
+  if tfds_data_dir:
+    seqio.set_tfds_data_dir_override(tfds_data_dir)
+  # seqio makes patterns of these paths.
+  seqio.add_global_cache_dirs([_plain(folder) for folder in cache_dirs])
+
+
+def _plain(folder: str) -> str:
+  if files.is_remote(folder):
+    return folder
+  return str(plain_paths.plain_path(folder))

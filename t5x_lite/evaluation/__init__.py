@@ -11,7 +11,12 @@ from t5x_lite.lazy_names import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
   globals(),
   {
-    't5x_lite.evaluation.config': ('Evaluation', 'InferenceEvalConfig'),
+    't5x_lite.evaluation.config': (
+      'Evaluation',
+      'InferenceEvalConfig',
+      'Threshold',
+      'When',
+    ),
     't5x_lite.evaluation.evaluator': (
       'AllMetricsFuture',
       'EvaluatorConstructor',
@@ -44,7 +49,6 @@ __getattr__, __dir__, __all__ = lazy_names(
     ),
     't5x_lite.evaluation.outputs': ('OutputRunner',),
     't5x_lite.evaluation.runner': ('PredictRunner',),
-    't5x_lite.evaluation.when': ('Threshold', 'When'),
     't5x_lite.summaries': ('PREDICTIONS_PREFIX',),
   },
 )

@@ -6,11 +6,10 @@ model = notebook.open_run('runs/keyword_cloze')
 model.predict_with_aux(['<extra_id_0> x in numbers:'])
 """
 
-import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from t5x_lite.apps.common.flags import NO_CACHE
+from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.apps.common.runs import ENTRY
 from t5x_lite.apps.common.runs import find_run
 from t5x_lite.apps.common.runs import load_run
@@ -55,18 +54,13 @@ def open_run(
   run = find_run(path)
   configuration = load_run(
     run,
-    argparse.Namespace(
+    Invocation(
       command='open_run',
       entry=ENTRY,
-      gin_file=list(gin_files),
-      gin_bindings=list(gin_bindings),
-      gin_flags=[],
-      jax_flags=[],
-      gin_search_paths=[],
-      compilation_cache_dir=NO_CACHE,
+      gin_files=gin_files,
+      gin_flags=[f'--gin_bindings={text}' for text in gin_bindings],
       allowed_modules=allowed_modules,
       mesh_selector=mesh_selector,
-      distributed=None,
     ),
   )
   dataset_cfg = configuration.argument('train_dataset_cfg')

@@ -5,7 +5,7 @@ import dataclasses
 import traceback
 from typing import Any
 
-from t5x_lite.errors import ExitCode
+from t5x_lite.errors import Ending, ExitCode
 from t5x_lite.formatting import printable
 
 
@@ -65,12 +65,12 @@ class Failure:
     )
 
 
-def describe_error(error: BaseException) -> tuple[str, int]:
-  """Return the traceback of an error, and the exit status of a program that it ends."""
+def describe_error(error: BaseException) -> Ending:
+  """Return how an error ends a program that is not a command: with its traceback."""
   if isinstance(error, SystemExit):
-    status = 1
+    status = int(ExitCode.ERROR)
     if isinstance(error.code, int) and error.code:
       status = error.code
-    return f'sys.exit({error.code!r})', status
+    return Ending(f'sys.exit({error.code!r})', status)
   text = ''.join(traceback.format_exception(error)).rstrip()
-  return text, int(getattr(error, 'exit_code', ExitCode.ERROR))
+  return Ending(text, int(getattr(error, 'exit_code', ExitCode.ERROR)))

@@ -24,9 +24,8 @@ import threading
 import time
 from typing import Any, NoReturn
 
-from t5x_lite.errors import ExitCode, StoppedOnSignalError, is_of_other_process
+from t5x_lite.errors import Ending, ExitCode, StoppedOnSignalError, is_of_other_process
 from t5x_lite.formatting import printable
-from t5x_lite.formatting import show
 from t5x_lite.masking import masked_text
 from t5x_lite.runtime.connections import Caller
 from t5x_lite.runtime.connections import Store
@@ -35,7 +34,7 @@ from t5x_lite.runtime.connections import is_connection_error
 from t5x_lite.runtime.failure import Failure
 from t5x_lite.runtime.failure import describe_error
 from t5x_lite.runtime.stacks import print_stacks
-from t5x_lite.runtime.stop_agreement import StopAgreement
+from t5x_lite.runtime.stop_requests import StopAgreement
 from t5x_lite.runtime.stop_requests import StopRequests
 from t5x_lite.runtime.watchdog import awake_seconds
 from t5x_lite.standard_streams import write_without_waiting
@@ -68,7 +67,7 @@ class Monitor:
 
   Attributes:
     state_fn: returns (number of completed steps or None, phase), which the other processes see.
-    describe_fn: returns (message to print, exit status) of an error.
+    describe_fn: returns how an error ends this process.
     process: index of this process.
     num_processes: number of processes.
     stops: agreement on the point at which all processes stop after a signal to one of them.
@@ -98,7 +97,7 @@ class Monitor:
       clock: returns seconds.
     """
     self.state_fn: Callable[[], tuple[int | None, str]] = lambda: (None, 'starting')
-    self.describe_fn: Callable[[BaseException], tuple[str, int]] = describe_error
+    self.describe_fn: Callable[[BaseException], Ending] = describe_error
     self.process = process
     self.num_processes = num_processes
     self.stops = StopAgreement()
@@ -197,7 +196,7 @@ class Monitor:
     Args:
       error: the error of this process.
     """
-    text, status = self.describe_fn(error)
+    ending = self.describe_fn(error)
     if self._failure is None:
       is_lost = is_connection_error(error)
       if is_lost:
@@ -205,11 +204,11 @@ class Monitor:
       if is_lost or is_of_other_process(error):
         self._has_failed.wait(_SUSPICIOUS_SILENCE + _CALL_SECONDS)
     first_line = masked_text(str(error).partition('\n')[0], sys.orig_argv)
-    failure = self._fail(f'{type(error).__name__}: {first_line}'[:500].rstrip('.'), status)
+    failure = self._fail(f'{type(error).__name__}: {first_line}'[:500].rstrip('.'), ending.status)
     if failure.process != self.process:
       self.print_reason()
     elif self._prints_first():
-      show(text, file=sys.stderr, flush=True)
+      ending.show()
     return failure
 
   def _prints_first(self) -> bool:

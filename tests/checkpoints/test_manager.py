@@ -18,9 +18,9 @@ from t5x_lite import checkpoints
 from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import tree_utils
+from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import commit
 from t5x_lite.checkpoints import manifest
-from t5x_lite.checkpoints import store_io
 from tests.checkpoints import checkpoint_states as states
 
 Cfg = checkpoints.SaveCheckpointConfig
@@ -224,7 +224,7 @@ def test_a_failed_write_does_not_affect_later_ones(tmp_path, monkeypatch):
 
   with checkpoints.CheckpointManager(tmp_path, save_cfg=Cfg()) as manager:
     with monkeypatch.context() as patch:
-      patch.setattr(store_io, 'write_parts', disk_full)
+      patch.setattr(array_io, 'write_parts', disk_full)
       manager.save(1, states.state(1))
       with pytest.raises(errors.SaveError, match='step 1 could not be written'):
         manager.wait()
@@ -339,14 +339,14 @@ def test_a_directory_that_is_moved_away_is_a_failed_save(tmp_path):
 
 def test_a_folder_that_is_renamed_while_it_is_written_is_not_made_again(tmp_path, monkeypatch):
   run = tmp_path / 'run'
-  opened = store_io._opened
+  opened = array_io._opened
 
   def rename_first(*args):
     if run.exists():
       run.rename(tmp_path / 'away')
     return opened(*args)
 
-  monkeypatch.setattr(store_io, '_opened', rename_first)
+  monkeypatch.setattr(array_io, '_opened', rename_first)
   with checkpoints.CheckpointManager(run, save_cfg=Cfg()) as manager:
     manager.save(1, states.state(1))
     with pytest.raises(errors.SaveError, match='step 1 could not be written'):

@@ -13,9 +13,9 @@ import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import errors
+from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import lock as lock_lib
 from t5x_lite.checkpoints import sources
-from t5x_lite.checkpoints import store_io
 from tests import processes
 
 # Saves a state of equal numbers, the step, until its standard input ends. The arrays are in several files.
@@ -186,7 +186,7 @@ def test_a_run_that_lost_its_lock_ends_at_its_next_save(tmp_path):
 def test_a_lock_that_is_lost_while_a_save_is_written(tmp_path, monkeypatch):
   run = tmp_path / 'run'
   manager = _manager(run)
-  write_parts = store_io.write_parts
+  write_parts = array_io.write_parts
 
   def lose_lock(*args):
     write_parts(*args)
@@ -194,7 +194,7 @@ def test_a_lock_that_is_lost_while_a_save_is_written(tmp_path, monkeypatch):
       json.dumps({'pid': 7, 'host': 'elsewhere', 'since': 'today'})
     )
 
-  monkeypatch.setattr(store_io, 'write_parts', lose_lock)
+  monkeypatch.setattr(array_io, 'write_parts', lose_lock)
   manager.save(1, _state(1))
   with pytest.raises(
     errors.DirectoryInUseError, match='also in use by process 7 on host elsewhere, since today'

@@ -1,6 +1,8 @@
 """A checkpoint that an object store does not take is kept on a disk, and copied to the store by the next run."""
 
+import errno
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -9,10 +11,11 @@ from t5x_lite import checkpoints
 from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import object_store
+from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import commit
 from t5x_lite.checkpoints import retention
 from t5x_lite.checkpoints import spool
-from t5x_lite.checkpoints import store_io
+from t5x_lite.storage import open_folders
 
 _CFG = checkpoints.SaveCheckpointConfig()
 
@@ -25,7 +28,7 @@ def _keep(store, folder, step, monkeypatch):
   """Save `step`, which the store does not take; return the folder of the run in the spool folder."""
   monkeypatch.setattr(object_store, '_FIRST_PAUSE', 0.02)
   monkeypatch.setattr(object_store, '_LEAST_SECONDS', 0.2)
-  monkeypatch.setattr(object_store, '_retry_seconds', 0.2)
+  monkeypatch.setattr(object_store, 'RETRY_SECONDS', 0.2)
   with checkpoints.CheckpointManager(store.root, save_cfg=_CFG, spool_dir=str(folder)) as manager:
     with store.proxy.fault(name='checkpoint_', method='P', status=503):
       manager.save(step, _state(step))
@@ -33,7 +36,7 @@ def _keep(store, folder, step, monkeypatch):
         errors.SaveError, match=rf'step {step} .* kept in .*checkpoint_{step}.*--spool_dir'
       ):
         manager.wait()
-  monkeypatch.setattr(object_store, '_retry_seconds', 20.0)
+  monkeypatch.setattr(object_store, 'RETRY_SECONDS', 20.0)
   return folder / os.listdir(folder)[0]
 
 
@@ -63,10 +66,10 @@ def test_metrics_that_were_not_written(s3_store, tmp_path, monkeypatch):
     lines.append(b'{"step": 1}\n', at_once=True)
     files.write(f'{s3_store.root}/predictions-1.jsonl', 'text', behind=True)
     _keep(s3_store, tmp_path, 2, monkeypatch)
-    monkeypatch.setattr(object_store, '_retry_seconds', 0.2)
+    monkeypatch.setattr(object_store, 'RETRY_SECONDS', 0.2)
     with pytest.raises(OSError):
       lines.close()
-    files._behind.clear()  # the process ends
+    open_folders.clear()  # the process ends
   checkpoints.recover_spooled(str(tmp_path), s3_store.root)
   assert (files.path(s3_store.root) / 'train/metrics.jsonl').read_bytes() == b'{"step": 1}\n'
   assert (files.path(s3_store.root) / 'predictions-1.jsonl').read_text() == 'text'
@@ -96,7 +99,7 @@ def test_an_old_or_a_damaged_one_is_not_copied(s3_store, tmp_path, monkeypatch, 
 
 def test_a_copy_that_fails_is_tried_again(s3_store, tmp_path, monkeypatch):
   _keep(s3_store, tmp_path, 2, monkeypatch)
-  monkeypatch.setattr(object_store, '_retry_seconds', 0.2)
+  monkeypatch.setattr(object_store, 'RETRY_SECONDS', 0.2)
   with (
     s3_store.proxy.fault(name='manifest', method='P', status=503),
     pytest.raises(errors.CheckpointError, match='could not be copied .* Run the command again'),
@@ -126,34 +129,99 @@ def test_invalid_folders(tmp_path, monkeypatch, spool_dir, model_dir):
   assert not os.listdir(tmp_path)
 
 
+def _write(kept, model_dir, number, check_fn=lambda: None):
+  """Keep the save `number`, of step 10 * number; return its name there, and the save."""
+  arrays = _state(number)
+  pending = commit.new_save(
+    model_dir,
+    10 * number,
+    f'0000abcd-{number}',
+    arrays={'w': {'shape': [300, 300], 'dtype': 'float32'}},
+    metadata={},
+    metrics={},
+    has_data_state=False,
+  )
+
+  def write(here):
+    array_io.write_one_by_one(here.state, arrays, arrays.__getitem__)
+    check_fn()
+
+  return kept.write(pending, write, lambda name: None).name, pending
+
+
 def test_an_earlier_save_does_not_replace_a_later_one(tmp_path):
   kept = spool.Spool(str(tmp_path / 'spool'), tmp_path / 'run')
-
-  def save(number):
-    return commit.new_save(
-      tmp_path / 'run',
-      10 * number,
-      f'0000abcd-{number}',
-      arrays={'w': {'shape': [300, 300], 'dtype': 'float32'}},
-      metadata={},
-      metrics={},
-      has_data_state=False,
-    )
-
-  def write(number):
-    arrays = _state(number)
-    return kept.write(
-      save(number),
-      lambda here: store_io.write_one_by_one(here.state, arrays, arrays.__getitem__),
-      lambda name: None,
-    ).name
-
-  assert [write(number) for number in (2, 1, 2)] == ['checkpoint_20'] * 3
+  written = [_write(kept, tmp_path / 'run', number) for number in (2, 1, 2)]
+  assert [name for name, _ in written] == ['checkpoint_20'] * 3
   assert os.listdir(kept.folder) == ['checkpoint_20']
-  kept.clear(save(1))
+  kept.clear(written[1][1])
   assert os.listdir(kept.folder) == ['checkpoint_20']
-  kept.clear(save(2))
+  kept.clear(written[2][1])
   assert os.listdir(kept.folder) == []
+
+
+def test_a_folder_that_is_moved_is_made_again(tmp_path, caplog):
+  kept = spool.Spool(str(tmp_path / 'spool'), tmp_path / 'run')
+  _write(kept, tmp_path / 'run', 1)
+  (tmp_path / 'spool').rename(tmp_path / 'moved')
+  assert _write(kept, tmp_path / 'run', 1)[0] == 'checkpoint_10'
+  assert 'checkpoint_10 was moved or deleted' in caplog.text
+  assert os.listdir(kept.folder) == ['checkpoint_10']
+  shutil.rmtree(tmp_path / 'spool')
+  assert _write(kept, tmp_path / 'run', 2)[0] == 'checkpoint_20'
+  assert os.listdir(kept.folder) == ['checkpoint_20'] and _value(kept.folder, 20) == 2
+
+
+def test_a_folder_that_is_moved_does_not_fail_the_saves_of_the_run_directory(tmp_path):
+  folder = tmp_path / 'spool'
+  with checkpoints.CheckpointManager(
+    tmp_path / 'run', save_cfg=_CFG, spool_dir=str(folder)
+  ) as manager:
+    for step in (1, 2):
+      shutil.rmtree(folder)
+      folder.touch()  # not even a folder
+      manager.save(step, _state(step))
+      manager.wait()
+      folder.unlink()
+      folder.mkdir()
+  assert list(checkpoints.all_steps(tmp_path / 'run')) == [1, 2]
+
+
+def test_a_full_disk_keeps_the_former_copy_and_no_partial_files(tmp_path):
+  kept = spool.Spool(str(tmp_path / 'spool'), tmp_path / 'run')
+  _write(kept, tmp_path / 'run', 1)
+
+  def full():
+    raise OSError(errno.ENOSPC, 'No space left on device')
+
+  with pytest.raises(OSError, match='No space left'):
+    _write(kept, tmp_path / 'run', 2, full)
+  assert os.listdir(kept.folder) == ['checkpoint_10'] and _value(kept.folder, 10) == 1
+  assert _write(kept, tmp_path / 'run', 3)[0] == 'checkpoint_30'
+  assert os.listdir(kept.folder) == ['checkpoint_30']
+
+
+def test_a_copy_whose_save_was_committed_is_deleted(tmp_path, caplog):
+  caplog.set_level('INFO')
+  run, folder = tmp_path / 'run', str(tmp_path / 'spool')
+  with checkpoints.CheckpointManager(run, save_cfg=_CFG) as manager:
+    manager.save(10, _state(1))
+  kept = spool.Spool(folder, run)
+  _write(kept, run, 1)
+  damaged = max((run / 'checkpoint_10/state').rglob('*'), key=lambda path: path.stat().st_size)
+  content = damaged.read_bytes()
+  damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+  checkpoints.recover_spooled(folder, run)
+  assert os.listdir(kept.folder) == ['checkpoint_10'] and 'is not used' in caplog.text
+  damaged.write_bytes(content)
+  checkpoints.recover_spooled(folder, run)
+  assert os.listdir(kept.folder) == [] and 'where it is deleted' in caplog.text
+  assert _value(run, 10) == 1
+  with checkpoints.CheckpointManager(run, save_cfg=_CFG) as manager:
+    manager.save(20, _state(5), metadata={'run': {'of': 'another one'}})
+  _write(kept, run, 2)
+  checkpoints.recover_spooled(folder, run)
+  assert os.listdir(kept.folder) == ['checkpoint_20']
 
 
 def test_a_checkpoint_that_is_not_saved_again_keeps_its_metrics(tmp_path):

@@ -14,17 +14,18 @@ from t5x_lite import checkpoints
 from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import object_store
+from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import commit
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import manifest
-from t5x_lite.checkpoints import store_io
+from t5x_lite.storage import open_folders
 
 _CFG = checkpoints.SaveCheckpointConfig()
 _KILLED = """
 import os, signal, sys
 import numpy as np
 from t5x_lite import checkpoints
-from t5x_lite.checkpoints import commit, discovery, store_io
+from t5x_lite.checkpoints import commit, discovery, array_io
 from t5x_lite import files
 root, place = sys.argv[1:]
 kill = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
@@ -66,7 +67,7 @@ def _steps_of_any_kind(store):
 def short_times(monkeypatch):
   monkeypatch.setattr(object_store, '_FIRST_PAUSE', 0.05)
   monkeypatch.setattr(object_store, '_LEAST_SECONDS', 0.5)
-  monkeypatch.setattr(object_store, '_retry_seconds', 20.0)
+  monkeypatch.setattr(object_store, 'RETRY_SECONDS', 20.0)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +160,7 @@ def test_an_upload_that_is_interrupted(s3_store, tmp_path, monkeypatch):
   with checkpoints.CheckpointManager(tmp_path, save_cfg=_CFG) as manager:
     manager.save(1, _state(1))
   target = files.path(s3_store.root) / 'checkpoint_1'
-  monkeypatch.setattr(object_store, '_retry_seconds', 0.2)
+  monkeypatch.setattr(object_store, 'RETRY_SECONDS', 0.2)
   with s3_store.proxy.fault(name='manifest', method='P', status=503), pytest.raises(OSError):
     discovery.upload(tmp_path / 'checkpoint_1', target)
   assert discovery.all_steps(
@@ -182,7 +183,7 @@ def test_a_folder_of_another_program_is_not_taken_for_remains(s3_store):
 
 
 def test_metrics_of_a_resumed_run_that_the_store_did_not_take(s3_store, monkeypatch, tmp_path):
-  monkeypatch.setattr(object_store, '_retry_seconds', 0.2)
+  monkeypatch.setattr(object_store, 'RETRY_SECONDS', 0.2)
   name = f'{s3_store.root}/train/metrics.jsonl'
   file = files.appended(name)
   file.append(b'1\n', at_once=True)
@@ -196,7 +197,7 @@ def test_metrics_of_a_resumed_run_that_the_store_did_not_take(s3_store, monkeypa
     manager.save(1, _state(1))
     with pytest.raises(errors.SaveError, match='kept in'):
       manager.wait()
-  files._open_parts.discard(resumed)  # as if the process had ended
+  open_folders.clear()  # as if the process had ended
   checkpoints.recover_spooled(str(tmp_path), s3_store.root)
   assert b''.join(part.read_bytes() for part in files.parts(name)) == b'1\n2\n'
 
@@ -249,7 +250,7 @@ def test_a_commit_whose_mark_cannot_be_removed(s3_store):
 
 
 def test_a_spool_folder_that_is_broken_too(s3_store, monkeypatch, tmp_path):
-  monkeypatch.setattr(object_store, '_retry_seconds', 0.2)
+  monkeypatch.setattr(object_store, 'RETRY_SECONDS', 0.2)
   with checkpoints.CheckpointManager(
     s3_store.root, save_cfg=_CFG, spool_dir=str(tmp_path)
   ) as manager:
@@ -262,14 +263,14 @@ def test_a_spool_folder_that_is_broken_too(s3_store, monkeypatch, tmp_path):
 
 def test_a_manifest_comes_after_all_that_was_written_before(s3_store, monkeypatch):
   lines = files.appended(f'{s3_store.root}/train/metrics.jsonl')
-  write_parts = store_io.write_parts
+  write_parts = array_io.write_parts
 
   def write(*args):
     write_parts(*args)
     lines.append(b'{"step": 1}\n', at_once=True)
     files.write(f'{s3_store.root}/predictions-1.jsonl', 'text', behind=True)
 
-  monkeypatch.setattr(store_io, 'write_parts', write)
+  monkeypatch.setattr(array_io, 'write_parts', write)
   with s3_store.proxy.fault(name='metrics|predictions', method='PUT', delay=1.0):
     with checkpoints.CheckpointManager(s3_store.root, save_cfg=_CFG) as manager:
       manager.save(1, _state(1))
@@ -281,7 +282,7 @@ def test_a_manifest_comes_after_all_that_was_written_before(s3_store, monkeypatc
 
 
 def test_a_kept_checkpoint_that_is_damaged(s3_store, monkeypatch, tmp_path):
-  monkeypatch.setattr(object_store, '_retry_seconds', 0.5)
+  monkeypatch.setattr(object_store, 'RETRY_SECONDS', 0.5)
   with (
     checkpoints.CheckpointManager(s3_store.root, save_cfg=_CFG, spool_dir=str(tmp_path)) as manager,
     s3_store.proxy.fault(name='checkpoint_', method='P', status=503),

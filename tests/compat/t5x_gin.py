@@ -17,7 +17,6 @@ import gin
 from gin import config as gin_config
 
 from t5x_lite import gin_utils
-from t5x_lite.configuration import checks as gin_check
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import T5xLiteError
 
@@ -153,15 +152,11 @@ def settings(configuration: gin_utils.Configuration) -> dict[str, str]:
   """Return the values of all bindings that the command reaches and that are not the default, as text by name."""
   found = {}
   for use in configuration.uses:
-    if use.configurable.selector.startswith('gin.') or gin_check.is_macro_scope(
-      '/'.join(use.scope)
-    ):
+    if use.configurable.selector.startswith('gin.') or use.is_of_macro:
       continue
     parameters = inspect.signature(use.configurable.wrapped).parameters
-    for name, key in use.bound.items():
-      value = gin_check.value_of(key)
-      while gin_check.is_macro(value):
-        value = gin_check.value_of(('/'.join(value.scopes), 'gin.macro', 'value'))
+    for name, row in use.bound.items():
+      value = configuration.table.value(row)
       default = parameters[name].default if name in parameters else inspect.Parameter.empty
       is_default_fn = isinstance(value, gin_config.ConfigurableReference) and (
         not value.evaluate and not value.scopes and value.configurable.wrapped is default

@@ -1,9 +1,11 @@
 """Mesh rules: selectors, which rule applies and over what, what a run records, and errors."""
 
+import sys
+
+import gin
 import pytest
 
 from t5x_lite import gin_utils
-from t5x_lite.configuration import checks as gin_check
 from t5x_lite.configuration import mesh_rules
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError
@@ -23,7 +25,7 @@ def _load(rules, *flags, selector=_H100, more='', files=('run.gin', 'model.gin')
 
 
 def _macro(name):
-  return gin_check.value_of((name, 'gin.macro', 'value'))
+  return gin.query_parameter(f'{name}/gin.macro.value')
 
 
 def _reload(text, *flags, selector):
@@ -178,12 +180,16 @@ def test_placeholders_do_not_override_rules():
     assert configuration.call()['model_dir'] == expected
 
 
-def test_devices_are_detected_only_for_rules_without_selector_and_after_imports(monkeypatch):
+def test_devices_are_detected_only_for_rules_without_selector_and_after_imports(
+  monkeypatch, tmp_path
+):
+  (tmp_path / 'joins_a_cluster.py').write_text('')
+  monkeypatch.syspath_prepend(tmp_path)
   seen = []
 
   def detected():
     # A module of the configuration may initialize several processes, which must come before devices are asked for.
-    seen.append(_macro('BATCH_SIZE'))
+    seen.append('joins_a_cluster' in sys.modules)
     return 'cpu-1'
 
   monkeypatch.setattr(mesh_rules, 'detected_selector', detected)
@@ -191,8 +197,8 @@ def test_devices_are_detected_only_for_rules_without_selector_and_after_imports(
   _load(_RULES)
   _load('[]', selector=None)
   assert not seen
-  _load(_RULES, selector=None)
-  assert seen == [8]
+  _load(_RULES, selector=None, more='import joins_a_cluster')
+  assert seen == [True]
 
 
 def test_a_flag_may_set_or_remove_rules():

@@ -28,9 +28,9 @@ import numpy as np
 
 from t5x_lite import actions
 from t5x_lite import data
+from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import manifest
-from t5x_lite.checkpoints import store_io
 from tests.apps.infer import toy_infer
 from tests.apps.train import toy_run
 from tests.models import toy_model
@@ -112,14 +112,14 @@ def happens(at):
     os.kill(os.getpid(), getattr(signal, fault['do']))
 
 
-def _write_parts(directory, state, write_parts=store_io.write_parts):
+def _write_parts(directory, state, write_parts=array_io.write_parts):
   """Write the arrays of this process, with the faults."""
   happens('write')
   write_parts(directory, state)
   happens('finish')
 
 
-store_io.write_parts = _write_parts
+array_io.write_parts = _write_parts
 
 
 def on_event(event):

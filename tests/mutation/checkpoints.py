@@ -118,8 +118,8 @@ MUTANTS = (
   ),
   Mutant(
     'a_run_follows_a_link_that_is_switched',
-    't5x_lite/apps/train/run.py',
-    '  cfg = dataclasses.replace(cfg, model_dir=checkpoints.without_links(cfg.model_dir))\n',
+    't5x_lite/apps/train/open_run.py',
+    '    cfg = dataclasses.replace(cfg, model_dir=checkpoints.without_links(cfg.model_dir))\n',
     '',
     'tests/apps/train/test_moved_folder.py::test_a_link_that_is_switched_changes_nothing',
   ),
@@ -132,7 +132,7 @@ MUTANTS = (
   ),
   Mutant(
     'a_folder_that_is_renamed_is_made_again',
-    't5x_lite/checkpoints/store_io.py',
+    't5x_lite/checkpoints/array_io.py',
     'yield _OPEN_FILES / str(fd) / directory.name',
     'yield directory',
     'tests/checkpoints/test_manager.py::test_a_folder_that_is_renamed_while_it_is_written_is_not_made_again',
@@ -210,8 +210,8 @@ MUTANTS = (
   Mutant(
     'verified_once_verified_for_ever',
     't5x_lite/checkpoints/manifest.py',
-    'if _verified.get(str(root)) == before:',
-    'if str(root) in _verified:',
+    'if _verified(root).get(str(root)) == before:',
+    'if str(root) in _verified(root):',
     'tests/checkpoints/test_manifest.py::test_damage_after_a_first_check_is_found_too',
   ),
   Mutant(

@@ -258,17 +258,17 @@ MUTANTS = (
   ),
   Mutant(
     'a_process_passes_its_limit',
-    't5x_lite/runtime/stop_agreement.py',
+    't5x_lite/runtime/stop_requests.py',
     'self._point < self.limit:',
     'self._point <= self.limit:',
-    'tests/runtime/test_stop_agreement.py::test_all_stop_at_the_largest_limit',
+    'tests/runtime/test_stop_requests.py::test_all_stop_at_the_largest_limit',
   ),
   Mutant(
     'a_later_request_moves_the_limit',
-    't5x_lite/runtime/stop_agreement.py',
+    't5x_lite/runtime/stop_requests.py',
     '      if not self.request:\n        self.request',
     '      if True:\n        self.request',
-    'tests/runtime/test_stop_agreement.py::test_the_first_request_counts',
+    'tests/runtime/test_stop_requests.py::test_the_first_request_counts',
   ),
   Mutant(
     'calls_share_the_threads_that_wait',
@@ -372,7 +372,7 @@ MUTANTS = (
   ),
   Mutant(
     'a_save_is_not_told_to_the_launcher',
-    't5x_lite/apps/train/run.py',
+    't5x_lite/apps/train/open_run.py',
     "elif event.kind == 'save_committed':",
     'elif False:',
     'tests/multiprocess/test_faults.py::test_launch_restarts_all_from_the_newest_checkpoint',
@@ -427,6 +427,13 @@ MUTANTS = (
     'tests/runtime/test_stop_requests.py::test_a_repeated_sigterm_is_one_request_and_sighup_none',
   ),
   Mutant(
+    'the_same_sigterm_kills_a_process_that_ends',
+    't5x_lite/runtime/preemption.py',
+    '    if not self._requests.is_repeated(number):',
+    '    if True:',
+    'tests/runtime/test_preemption.py::test_the_same_sigterm_does_not_replace_the_status_of_a_process_that_ends',
+  ),
+  Mutant(
     'a_signature_holds_for_every_key',
     't5x_lite/runtime/connections.py',
     "f'{key}\\n{value}'.encode()",
@@ -446,6 +453,13 @@ MUTANTS = (
     '      seconds = 0.0\n',
     '',
     'tests/test_standard_streams.py::test_a_reader_that_does_not_read_is_waited_for_once',
+  ),
+  Mutant(
+    'a_flush_of_nothing_ends_the_drops',
+    't5x_lite/standard_streams.py',
+    '    if not data:  # A flush',
+    '    if False:  # A flush',
+    'tests/test_standard_streams.py::test_a_line_that_is_drawn_again_is_waited_for_once[pipe]',
   ),
   Mutant(
     'own_name_is_a_loopback_address',

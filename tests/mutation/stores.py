@@ -5,7 +5,7 @@ from tests.mutation.mutant import Mutant
 MUTANTS = (
   Mutant(
     'tensorstore_gets_a_path_that_it_misreads',
-    't5x_lite/checkpoints/store_io.py',
+    't5x_lite/checkpoints/array_io.py',
     'resolved = plain_paths.plain_path(os.path.realpath(directory))',
     'resolved = os.path.realpath(directory)',
     'tests/test_plain_paths.py::test_other_writers_and_formats',
@@ -18,10 +18,59 @@ MUTANTS = (
     'tests/test_plain_paths.py::test_a_checkpoint_is_restored_from_a_folder_of_any_name',
   ),
   Mutant(
-    'an_earlier_save_replaces_a_later_one_in_the_spool_folder',
+    'a_signal_waits_for_the_previous_save',
+    't5x_lite/apps/train/saves.py',
+    'if keeps or not self._manager.is_writing:',
+    'if not self._manager.is_writing:',
+    'tests/apps/train/test_stores.py::test_a_signal_while_a_save_is_repeated[silent-1]',
+  ),
+  Mutant(
+    'several_processes_wait_for_the_previous_save_after_a_signal',
+    't5x_lite/apps/train/saves.py',
+    'keeps = multihost.any_process(keeps)',
+    'keeps = keeps and jax.process_count() == 1',
+    'tests/apps/train/test_stores.py::test_a_signal_while_a_save_is_repeated[silent-2]',
+  ),
+  Mutant(
+    'a_copy_in_the_spool_folder_whose_save_was_committed_stays',
     't5x_lite/checkpoints/spool.py',
-    'if self._newest is not None and _number(pending) <= self._newest[0]:',
-    'if self._newest is not None and _number(pending) == self._newest[0]:',
+    'if there >= step and self._is_committed(source):',
+    'if False:',
+    'tests/checkpoints/test_spool.py::test_a_copy_whose_save_was_committed_is_deleted',
+  ),
+  Mutant(
+    'a_copy_in_the_spool_folder_is_deleted_for_a_damaged_checkpoint',
+    't5x_lite/checkpoints/spool.py',
+    'return manifest.damage(committed) is None',
+    'return True',
+    'tests/checkpoints/test_spool.py::test_a_copy_whose_save_was_committed_is_deleted',
+  ),
+  Mutant(
+    'a_spool_folder_that_is_deleted_is_not_made_again',
+    't5x_lite/checkpoints/spool.py',
+    'files.make_writable(self.folder)  # it may',
+    'pass  # it may',
+    'tests/checkpoints/test_spool.py::test_a_folder_that_is_moved_is_made_again',
+  ),
+  Mutant(
+    'a_full_spool_disk_keeps_partial_files',
+    't5x_lite/checkpoints/spool.py',
+    'if multihost.is_lead():  # a full disk',
+    'if False:  # a full disk',
+    'tests/checkpoints/test_spool.py::test_a_full_disk_keeps_the_former_copy_and_no_partial_files',
+  ),
+  Mutant(
+    'a_deleted_run_directory_comes_back',
+    't5x_lite/checkpoints/lock.py',
+    'return self._fd is None or os.fstat(self._fd).st_nlink > 0',
+    'return True',
+    'tests/apps/train/test_moved_folder.py::test_steps_of_deleted_checkpoints_are_lost',
+  ),
+  Mutant(
+    'an_earlier_save_clears_a_later_one_from_the_spool_folder',
+    't5x_lite/checkpoints/spool.py',
+    'if pending is not None and self._newest is not None and _number(pending) < self._newest[0]:',
+    'if False:',
     'tests/checkpoints/test_spool.py::test_an_earlier_save_does_not_replace_a_later_one',
   ),
   Mutant(
@@ -61,10 +110,10 @@ MUTANTS = (
   ),
   Mutant(
     'a_listing_that_is_behind_makes_the_manifest',
-    't5x_lite/checkpoints/store_io.py',
+    't5x_lite/checkpoints/array_io.py',
     'missing = sorted(needed - found.keys())',
     'missing = sorted(set() - found.keys())',
-    'tests/checkpoints/test_store_io.py::test_a_listing_that_is_behind',
+    'tests/checkpoints/test_array_io.py::test_a_listing_that_is_behind',
   ),
   Mutant(
     'a_manifest_overtakes_metrics',
@@ -106,6 +155,6 @@ MUTANTS = (
     't5x_lite/checkpoints/commit.py',
     "return f'{discovery.ATTEMPT_PREFIX}{self.attempt}'",
     "return f'{discovery.ATTEMPT_PREFIX}1'",
-    'tests/checkpoints/test_store_io.py::test_each_attempt_has_separate_folders',
+    'tests/checkpoints/test_array_io.py::test_each_attempt_has_separate_folders',
   ),
 )

@@ -18,6 +18,7 @@ _LAYERS = {
   't5x_lite.subclassing': 0,
   't5x_lite.files': 0,
   't5x_lite.object_store': 0,
+  't5x_lite.storage': 0,
   't5x_lite.uploads': 0,
   't5x_lite.json_lines': 0,
   't5x_lite.formatting': 0,

@@ -46,8 +46,6 @@ def test_sentences(failure, text):
   ],
 )
 def test_statuses(error, status):
-  text, found = describe_error(error)
-  assert (
-    found == status
-    and ('sys.exit' if isinstance(error, SystemExit) else type(error).__name__) in text
-  )
+  ending = describe_error(error)
+  assert ending.status == status
+  assert ('sys.exit' if isinstance(error, SystemExit) else type(error).__name__) in ending.text

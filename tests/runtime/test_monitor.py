@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from t5x_lite.errors import ConfigError, SaveError, StoppedOnSignalError, of_other_process
+from t5x_lite.errors import ConfigError, Ending, SaveError, StoppedOnSignalError, of_other_process
 from t5x_lite.runtime import monitor as monitor_lib
 from t5x_lite.runtime.connections import SignedStore
 from tests.runtime.fake_store import FakeStore
@@ -135,7 +135,7 @@ def test_an_error_ends_all_processes_with_its_status_and_name(failing, capfd, mo
     monkeypatch.setattr(monitor_lib, name, _SECONDS)
   with running(3) as cluster:
     cluster.monitors[failing].state_fn = lambda: (41, 'data')
-    cluster.monitors[failing].describe_fn = lambda error: (f'all about it: {error}', 3)
+    cluster.monitors[failing].describe_fn = lambda error: Ending(f'all about it: {error}', 3)
     failure = cluster.monitors[failing].report(ValueError('bad record 17.\nMore about it.'))
     assert (failure.process, failure.status, failure.step) == (failing, 3, 41)
     cluster.monitors[failing].leave(failure.status)
@@ -162,7 +162,7 @@ def test_an_error_ends_all_processes_with_its_status_and_name(failing, capfd, mo
 def test_the_first_of_several_errors_counts():
   with running(4) as cluster:
     for monitor in cluster.monitors:
-      monitor.describe_fn = lambda error, monitor=monitor: (
+      monitor.describe_fn = lambda error, monitor=monitor: Ending(
         f'all about {monitor.process}',
         monitor.process + 10,
       )
@@ -251,7 +251,7 @@ def test_an_error_about_another_process_gives_way_to_the_cause():
   except SaveError as error:
     follow_up = error
   with running(2) as cluster:
-    cluster.monitors[0].describe_fn = lambda error: ('the cause', 5)
+    cluster.monitors[0].describe_fn = lambda error: Ending('the cause', 5)
     follower = threading.Thread(target=cluster.monitors[1].report, args=(follow_up,))
     follower.start()
     time.sleep(0.1)
@@ -265,7 +265,7 @@ def test_an_error_about_another_process_gives_way_to_the_cause():
 
 def test_the_own_failure_ends_a_process_that_hangs_while_it_closes_files():
   with running(2) as cluster:
-    cluster.monitors[1].describe_fn = lambda error: ('x', 3)
+    cluster.monitors[1].describe_fn = lambda error: Ending('x', 3)
     with pytest.raises(SystemExit), cluster.monitors[1].reporting():
       raise SystemExit(3)
     assert cluster.ended(0, 1) == {0: 3, 1: 3}

@@ -44,7 +44,7 @@ def _load(path: str, checkout: str) -> None:
 
 
 def _bind(path: str, checkout: str) -> None:
-  binding.Binder().bind([gin_syntax.read_file(f'{checkout}/t5x/{path}', [checkout])])
+  binding.Binder().resolve([gin_syntax.read_file(f'{checkout}/t5x/{path}', [checkout])])
 
 
 def _problem(run: Callable[[str, str], object], path: str, checkout: str) -> str:

@@ -2,6 +2,7 @@
 
 import argparse
 
+from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.apps.common.flags import add_gin_arguments
 from t5x_lite.apps.common.runs import find_run
 from t5x_lite.apps.common.runs import load_run
@@ -54,20 +55,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add_gin_arguments(parser)
 
 
-def run_command(arguments: argparse.Namespace) -> int:
+def run_command(invocation: Invocation) -> int:
   """Run the command and return its exit status."""
-  run = find_run(arguments.run)
-  configuration = load_run(run, arguments)
+  flags = invocation.flags
+  run = find_run(flags.run)
+  configuration = load_run(run, invocation)
   from t5x_lite import checkpoints
   from t5x_lite.apps.chat import run as chat
 
   options = chat.DecodingOptions(
-    num_decodes=arguments.num_decodes,
-    temperature=arguments.temperature,
-    topk=arguments.topk,
-    topp=arguments.topp,
-    beam_size=arguments.beam,
-    seed=arguments.seed,
+    num_decodes=flags.num_decodes,
+    temperature=flags.temperature,
+    topk=flags.topk,
+    topp=flags.topp,
+    beam_size=flags.beam,
+    seed=flags.seed,
   )
   chat.chat(
     model=configuration.argument('model'),
@@ -75,8 +77,8 @@ def run_command(arguments: argparse.Namespace) -> int:
     task_feature_lengths=configuration.argument('train_dataset_cfg').task_feature_lengths,
     restore_checkpoint_cfg=checkpoints.RestoreCheckpointConfig(path=run.checkpoint, mode=run.mode),
     options=options,
-    max_input_length=arguments.max_input_length,
-    max_length=arguments.max_length,
-    literal_sentinels=arguments.literal_sentinels,
+    max_input_length=flags.max_input_length,
+    max_length=flags.max_length,
+    literal_sentinels=flags.literal_sentinels,
   )
   return ExitCode.OK

@@ -1,7 +1,9 @@
-"""Type of a command, and flags that several commands share: gin configuration, cluster, number of devices."""
+"""Commands and their invocations, and flags that several commands share: gin configuration, cluster, devices."""
 
 import argparse
+import collections
 from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
 import itertools
 import json
 import logging
@@ -9,11 +11,66 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.errors import ConfigError, Ending, did_you_mean
 from t5x_lite.runtime import cluster_environment as names
 
 if TYPE_CHECKING:
   from t5x_lite import gin_utils
+
+
+# Value of --compilation_cache_dir for no folder.
+NO_CACHE = 'off'
+
+
+class Invocation(NamedTuple):
+  """A command line, parsed. Nothing changes it: a command passes on a copy with other fields (`_replace`).
+
+  Fields with the name of a flag have its value.
+
+  Attributes:
+    command: name of the command, for messages.
+    flags: values of all flags and arguments of the command by attribute, as they were given.
+    entry: dotted name of the function that gin configures; None for a command without gin configuration.
+    gin_files: gin files in the order of application.
+    gin_flags: flags of the forms `--gin.NAME=VALUE` and `--gin_bindings=TEXT`, in their order.
+    gin_search_paths: lists of folders, separated by commas.
+    allowed_modules: names of modules, separated by commas; None for any.
+    mesh_selector: selector of the mesh rules; None for the hardware.
+    compilation_cache_dir: folder of compiled programs; None for the default, `NO_CACHE` for none.
+    distributed: one of `cluster_environment.MODES`; None for a command that does not compute, or if the process has
+      joined its cluster.
+    jax_flags: flags of the form `--jax_NAME=VALUE`.
+    others: arguments after `--`.
+    describe_error: function of (process, exception) that returns how the exception ends this one of several processes.
+  """
+
+  command: str
+  flags: Any = None
+  entry: str | None = None
+  gin_files: Sequence[str] = ()
+  gin_flags: Sequence[str] = ()
+  gin_search_paths: Sequence[str] = ()
+  allowed_modules: str | None = None
+  mesh_selector: str | None = None
+  compilation_cache_dir: str | None = NO_CACHE
+  distributed: str | None = None
+  jax_flags: Sequence[str] = ()
+  others: Sequence[str] = ()
+  describe_error: Callable[[int, BaseException], Ending] | None = None
+
+
+def make_invocation(flags: Mapping[str, Any], **fields: Any) -> Invocation:
+  """Return the invocation with the values of flags.
+
+  Args:
+    flags: values of all flags and arguments of the command by name.
+    **fields: other fields of the invocation.
+  """
+  # Names that begin with _ are those of flags that are listed for --help only.
+  values = {name: value for name, value in flags.items() if not name.startswith('_')}
+  shared = {name: value for name, value in values.items() if name in Invocation._fields}
+  record = collections.namedtuple('Flags', values)
+  return Invocation(**(shared | fields), flags=record(**values))
 
 
 class Command(NamedTuple):
@@ -25,20 +82,18 @@ class Command(NamedTuple):
   Attributes:
     help: one line of help, without a full stop.
     add_arguments: adds the command's arguments to its parser.
-    run: runs the command and returns its exit status.
+    run: runs an invocation of the command and returns its exit status.
     entry: dotted name of the function that gin configures; None for a command without gin configuration.
-    passes_on: whether the arguments after `--` are those of another command, its argument `others`.
+    passes_on: whether the arguments after `--` are those of another command, `Invocation.others`.
   """
 
   help: str
   add_arguments: Callable[[argparse.ArgumentParser], None]
-  run: Callable[[argparse.Namespace], int]
+  run: Callable[[Invocation], int]
   entry: str | None = None
   passes_on: bool = False
 
 
-# Value of --compilation_cache_dir for no folder.
-NO_CACHE = 'off'
 # Options of JAX for functions that run without being compiled before, and the rest of the remedy.
 _JAX_OPTIONS_WITHOUT_EFFECT = {
   'jax_disable_jit': '; to find a NaN use --jax_debug_nans, and to see values jax.debug.print',
@@ -61,6 +116,7 @@ def add_gin_arguments(
   group.add_argument(
     '--gin_file',
     action='append',
+    dest='gin_files',
     default=[],
     metavar='FILE',
     help='gin file; repeat the flag for several. Search order: current directory, --gin_search_paths, '
@@ -314,59 +370,60 @@ def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
   )
 
 
-def join_cluster(arguments: argparse.Namespace) -> None:
+def join_cluster(invocation: Invocation) -> Invocation:
   """Join the cluster that a command line asks for, before JAX initializes its devices.
 
+  Return the invocation of a process that has joined, for which this does nothing.
+
   Args:
-    arguments: parsed command line with the flags of `add_gin_arguments`; `distributed` is None for a command that does
-      not compute.
+    invocation: command line with the flags of `add_gin_arguments`.
 
   Raises:
     ConfigError: flags contradict each other.
   """
-  if arguments.distributed is None:
-    return
+  mode = invocation.distributed
+  if mode is None:
+    return invocation
   from t5x_lite import runtime
 
-  if arguments.multiprocess_gpu and arguments.distributed == 'off':
+  flags = invocation.flags
+  if flags.multiprocess_gpu and mode == 'off':
     raise ConfigError(
       '--distributed=off starts one process, and --multiprocess_gpu asks for several. Remove one of '
       'them.'
     )
-  if arguments.multiprocess_gpu is False and arguments.distributed == 'on':
+  if flags.multiprocess_gpu is False and mode == 'on':
     raise ConfigError(
       '--distributed=on asks for several processes, and --multiprocess_gpu=false starts one. Remove '
       'one of them.'
     )
-  arguments.coordinator_address = arguments.coordinator_address or None
-  place = ('coordinator_address', 'process_count', 'process_index')
-  if arguments.multiprocess_gpu is False:
-    given = ', '.join(f'--{name}' for name in place if getattr(arguments, name) is not None)
+  place = {
+    'coordinator_address': flags.coordinator_address or None,
+    'process_count': flags.process_count,
+    'process_index': flags.process_index,
+  }
+  if flags.multiprocess_gpu:
+    mode = 'on'
+  elif flags.multiprocess_gpu is False:
+    mode = 'off'
+    given = [f'--{name}' for name, value in place.items() if value is not None]
     if given:
       logging.getLogger(__name__).info(
-        'No effect of %s: --multiprocess_gpu=false starts one process.', given
+        'No effect of %s: --multiprocess_gpu=false starts one process.', ', '.join(given)
       )
-    vars(arguments).update(dict.fromkeys(place), distributed='off')
-  if arguments.multiprocess_gpu:
-    mode = 'on'
-  else:
-    mode = arguments.distributed
+    place = dict.fromkeys(place)
   monitor = runtime.join(
     runtime.ClusterConfig(
       mode=mode,
-      **{
-        name: getattr(arguments, name)
-        for name in (
-          *place,
-          'cluster_secret_file',
-          'initialization_timeout',
-          'heartbeat_timeout_seconds',
-        )
-      },
+      **place,
+      cluster_secret_file=flags.cluster_secret_file,
+      initialization_timeout=flags.initialization_timeout,
+      heartbeat_timeout_seconds=flags.heartbeat_timeout_seconds,
     )
   )
-  if monitor is not None:
-    monitor.describe_fn = lambda error: arguments.describe_error(monitor.process, error)
+  if monitor is not None and invocation.describe_error is not None:
+    monitor.describe_fn = functools.partial(invocation.describe_error, monitor.process)
+  return invocation._replace(distributed=None)
 
 
 def add_num_devices(parser: argparse.ArgumentParser) -> None:
@@ -407,27 +464,28 @@ def simulate_devices(num_devices: int | None) -> None:
   jax.config.update('jax_num_cpu_devices', num_devices)
 
 
-def prepend_run_file(arguments: argparse.Namespace, run_file: str, function_name: str) -> None:
-  """Read `run_file` before the given gin files, unless these bind the function's `model` already.
+def with_run_file(invocation: Invocation, run_file: str, function_name: str) -> Invocation:
+  """Return an invocation with `run_file` before its gin files, unless these bind the function's `model` already.
 
   A recipe alone is then enough, and it overrides the defaults of the run file.
 
   Args:
-    arguments: parsed command line; its `gin_file` may change.
+    invocation: the command line.
     run_file: e.g. runs/export.gin.
     function_name: name of the function that the run file configures, without its module.
   """
-  if arguments.gin_file and not binds_model(arguments, function_name):
-    arguments.gin_file = [run_file, *arguments.gin_file]
+  if not invocation.gin_files or binds_model(invocation, function_name):
+    return invocation
+  return invocation._replace(gin_files=[run_file, *invocation.gin_files])
 
 
-def binds_model(arguments: argparse.Namespace, function_name: str) -> bool:
+def binds_model(invocation: Invocation, function_name: str) -> bool:
   """Return whether one of the gin files binds the argument `model` of a function, with any module."""
   from t5x_lite.configuration import syntax as gin_syntax
 
-  folders = _folders(arguments.gin_search_paths)
+  folders = _folders(invocation.gin_search_paths)
   statements = []
-  for name in arguments.gin_file:
+  for name in invocation.gin_files:
     statements += gin_syntax.read_file(name, folders).walk()
   bindings = [each for each in statements if isinstance(each, gin_syntax.Binding)]
   names = [each.selector.rpartition('.')[2] for each in bindings if each.arg_name == 'model']
@@ -444,13 +502,13 @@ def _folders(texts: Iterable[str]) -> list[str]:
 
 
 def load_configuration(
-  arguments: argparse.Namespace, placeholders: Mapping[str, str] | None = None, overrides: str = ''
+  invocation: Invocation, placeholders: Mapping[str, str] | None = None, overrides: str = ''
 ) -> 'gin_utils.Configuration':
   """Return the configuration of a command line.
 
   Args:
-    arguments: parsed command line, with `entry`, `gin_flags` and `jax_flags` as `cli` sets them. Activates its
-      `compilation_cache_dir` before anything of the configuration is compiled.
+    invocation: the command line. Its `compilation_cache_dir` is activated before anything of the configuration is
+      compiled.
     placeholders: see `gin_utils.read`.
     overrides: gin text that is applied last.
 
@@ -460,23 +518,22 @@ def load_configuration(
   from t5x_lite import module_imports
 
   # Before other imports, which try optional packages.
-  module_imports.restrict(arguments.allowed_modules)
+  module_imports.restrict(invocation.allowed_modules)
   from t5x_lite import gin_utils
   from t5x_lite.configuration import syntax as gin_syntax
 
-  if not arguments.gin_file:
+  if not invocation.gin_files or invocation.entry is None:
     raise ConfigError(
       '--gin_file is missing. Recipes that run without further flags: '
       f'{", ".join(gin_syntax.packaged_files("recipes"))}.'
     )
-  cache = arguments.compilation_cache_dir
+  cache = invocation.compilation_cache_dir
   if cache not in (None, NO_CACHE):
     from t5x_lite import runtime
 
     runtime.use_compilation_cache(cache)
   flags = []
-  bindings = [f'--gin_bindings={text}' for text in arguments.gin_bindings]
-  for flag in [*bindings, *arguments.gin_flags]:
+  for flag in invocation.gin_flags:
     text = flag.removeprefix('--gin.').removeprefix('--gin_bindings=')
     key, equals, value = text.partition('=')
     name = key.strip()
@@ -487,30 +544,29 @@ def load_configuration(
       flags.append(gin_syntax.read_flag(key, value, flag))
     else:
       flags.append(gin_syntax.read_text(text, flag))
-  folders = _search_folders(arguments)
+  folders = _search_folders(invocation)
   texts = gin_utils.read(
-    arguments.gin_file, flags, folders, placeholders=placeholders, entry=arguments.entry
+    invocation.gin_files, flags, folders, placeholders=placeholders, entry=invocation.entry
   )
-  texts.append(gin_syntax.read_text(overrides, arguments.command, is_flag=False))
-  _set_jax_options(
-    arguments.jax_flags, shows_warnings='jax' not in getattr(arguments, 'logger_levels', {})
-  )
+  texts.append(gin_syntax.read_text(overrides, invocation.command, is_flag=False))
+  levels = getattr(invocation.flags, 'logger_levels', {})
+  _set_jax_options(invocation.jax_flags, shows_warnings='jax' not in levels)
   _check_jax_options()
-  join_cluster(arguments)
-  configuration = gin_utils.load(arguments.entry, texts, arguments.mesh_selector)
-  _set_seqio_folders(arguments, configuration)
+  join_cluster(invocation)
+  configuration = gin_utils.load(invocation.entry, texts, invocation.mesh_selector)
+  _set_seqio_folders(invocation.flags, configuration)
   if cache is None:
     # After the imports of the configuration, since a module may have initialized several processes.
     from t5x_lite import runtime
 
     runtime.use_default_compilation_cache()
-  _check_same_on_all_processes(arguments.command, configuration.text)
+  _check_same_on_all_processes(invocation.command, configuration.text)
   if configuration.mesh_rule:
     _log_mesh(configuration)
   return configuration
 
 
-def _search_folders(arguments: argparse.Namespace) -> list[str]:
+def _search_folders(invocation: Invocation) -> list[str]:
   """Return the folders of `--gin_search_paths`.
 
   A folder that does not exist is only a warning if gin files of T5X are replaced by files of t5x_lite: scripts of T5X
@@ -521,12 +577,12 @@ def _search_folders(arguments: argparse.Namespace) -> list[str]:
   """
   from t5x_lite.configuration import syntax as gin_syntax
 
-  folders = _folders(arguments.gin_search_paths)
+  folders = _folders(invocation.gin_search_paths)
   try:
     gin_syntax.check_search_paths(folders)
   except ConfigError as problem:
     try:
-      texts = [gin_syntax.read_file(name, folders) for name in arguments.gin_file]
+      texts = [gin_syntax.read_file(name, folders) for name in invocation.gin_files]
     except ConfigError:  # The missing folder may be the reason.
       raise problem from None
     if not any(
@@ -608,15 +664,15 @@ def _check_jax_options() -> None:
       )
 
 
-def _set_seqio_folders(arguments: argparse.Namespace, configuration: Any) -> None:
+def _set_seqio_folders(flags: Any, configuration: Any) -> None:
   """Set seqio's folders by `--tfds_data_dir` and `--seqio_additional_cache_dirs`.
 
   Raises:
     ConfigError: the configuration reads no data of seqio.
   """
   # Scripts of T5X have quoted folders, e.g. --tfds_data_dir=\"${TFDS_DATA_DIR}\".
-  data_dir = (getattr(arguments, 'tfds_data_dir', None) or '').strip('\'"')
-  cache_dirs = _folders(getattr(arguments, 'seqio_additional_cache_dirs', ()))
+  data_dir = (getattr(flags, 'tfds_data_dir', None) or '').strip('\'"')
+  cache_dirs = _folders(getattr(flags, 'seqio_additional_cache_dirs', ()))
   if not data_dir and not cache_dirs:
     return
   from t5x_lite import checks
@@ -646,9 +702,9 @@ def _set_seqio_folders(arguments: argparse.Namespace, configuration: Any) -> Non
   for flag, folder in named:
     if folder and '://' not in folder and not os.path.isdir(folder):
       logging.getLogger(__name__).warning('`%s` must be an existing folder, got %r.', flag, folder)
-  from t5x_lite.data import seqio_folders
+  from t5x_lite.data import seqio_import
 
-  seqio_folders.use_folders(data_dir, cache_dirs)
+  seqio_import.use_folders(data_dir, cache_dirs)
 
 
 def _check_same_on_all_processes(command: str, text: str) -> None:

@@ -32,20 +32,41 @@ from t5x_lite.types import Batch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-  """Arguments that `train` and `precompile` share, with the names and defaults of `train`.
+  """Options that `train` and `precompile` share; those without a default have one in `precompile`.
+
+  Attributes:
+    model: the model with its optimizer.
+    train_dataset_cfg: training data.
+    train_eval_dataset_cfg: data of teacher-forced evaluations, or None.
+    infer_eval_dataset_cfg: data of evaluations by decoding, or None.
+    partitioner: the mesh and the sharding rules.
+    trainer_cls: constructor of the trainer, e.g. `trainer.Trainer` with its learning-rate schedule bound.
+    model_dir: the run directory; only one running process may use it.
+    eval_steps: maximum number of batches per teacher-forced evaluation; None for the entire split.
+    random_seed: seed of parameters and dropout. None is 0, or the seed that a resumed run has recorded.
+    use_hardware_rng: use a generator that is faster on accelerators; its numbers depend on the mesh.
+    inference_evaluator_cls: None, or seqio.Evaluator; see `evaluation.InferenceEvaluator`.
+    get_dataset_fn: opens the training data, like `data.open_train_iterator` or T5X's `data.get_dataset`.
+    train_eval_get_dataset_fn: opens the evaluation data, like `data.open_eval_iterators` or T5X's
+      `data.get_training_eval_datasets`.
+    train_state_initializer_cls: class of the state initializer.
+    verify_matching_vocabs_fn: raises if the vocabularies of data and model differ; None skips the check.
+    infer_eval_cfg: options of evaluations by decoding.
+    evaluations: further evaluations, each with its data, batch size, metrics and steps.
+    param_ema: running average of the parameters, saved and by default used for evaluations; None keeps none.
 
   Raises:
     ConfigError: options are out of range or contradict each other.
   """
 
   model: models.BaseModel
-  partitioner: partitioning.BasePartitioner
   train_dataset_cfg: data.DatasetConfig
-  train_eval_dataset_cfg: data.DatasetConfig | None = None
-  infer_eval_dataset_cfg: data.DatasetConfig | None = None
-  trainer_cls: trainer_lib.BaseTrainerConstructor = trainer_lib.Trainer
+  train_eval_dataset_cfg: data.DatasetConfig | None
+  infer_eval_dataset_cfg: data.DatasetConfig | None
+  partitioner: partitioning.PjitPartitioner
+  trainer_cls: trainer_lib.BaseTrainerConstructor
   model_dir: str
-  eval_steps: int | None = None
+  eval_steps: int | None
   random_seed: int | None = 0
   use_hardware_rng: bool = False
   inference_evaluator_cls: Any = None

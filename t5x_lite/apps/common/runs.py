@@ -1,11 +1,11 @@
 """Runs by their directory: the run and checkpoint that a path names, and the gin files of a run."""
 
-import argparse
 from collections.abc import Sequence
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
 from t5x_lite import files
+from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.apps.common.flags import load_configuration
 from t5x_lite.errors import CheckpointError, ConfigError, did_you_mean
 
@@ -127,38 +127,36 @@ def gin_files_of(run: FoundRun, named: Sequence[str]) -> list[str]:
   return [*packaged, config, *others]
 
 
-def resolve_run(arguments: argparse.Namespace) -> FoundRun:
-  """Return the `FoundRun` of `arguments.run`; insert its config.gin before the given gin files.
+def resolve_run(invocation: Invocation) -> tuple[FoundRun, Invocation]:
+  """Return the run that a command line names, and the invocation with its config.gin before the given gin files.
 
   Raises:
     ConfigError: the run does not exist, its model is not configured, or a flag names another checkpoint.
     CheckpointError: the run has no checkpoint.
   """
-  named = next((flag for flag in arguments.gin_flags if flag.startswith('--gin.CHECKPOINT_')), None)
-  if named is not None:
+  path = invocation.flags.run
+  for flag in invocation.gin_flags:
+    if not flag.startswith('--gin.CHECKPOINT_'):
+      continue
     raise ConfigError(
-      f'Exactly one of {named} and {arguments.run!r} must choose a checkpoint, got both. Remove the '
+      f'Exactly one of {flag} and {path!r} must choose a checkpoint, got both. Remove the '
       'flag, and pass the path of the checkpoint instead of the run directory.'
     )
-  run = find_run(arguments.run)
-  arguments.gin_file = gin_files_of(run, arguments.gin_file)
-  return run
+  run = find_run(path)
+  return run, invocation._replace(gin_files=gin_files_of(run, invocation.gin_files))
 
 
-def load_run(run: FoundRun, arguments: argparse.Namespace) -> 'gin_utils.Configuration':
+def load_run(run: FoundRun, invocation: Invocation) -> 'gin_utils.Configuration':
   """Return the configuration of a run: its config.gin, then the given gin files.
 
   Args:
     run: result of `find_run`.
-    arguments: parsed command line with the flags of `add_gin_arguments`.
+    invocation: command line with the flags of `add_gin_arguments`.
 
   Raises:
     ConfigError: config.gin is missing, or the configuration is invalid.
   """
-  gin_files = gin_files_of(run, arguments.gin_file)
-  has_config = files.path(os.path.join(run.model_dir, CONFIG_FILE)).is_file()
-  if has_config:
-    arguments.gin_file = gin_files
-  else:
-    arguments.gin_file = [_RUN_FILE, *gin_files]
-  return load_configuration(arguments, _PLACEHOLDERS)
+  gin_files = gin_files_of(run, invocation.gin_files)
+  if not files.path(os.path.join(run.model_dir, CONFIG_FILE)).is_file():
+    gin_files = [_RUN_FILE, *gin_files]
+  return load_configuration(invocation._replace(gin_files=gin_files), _PLACEHOLDERS)

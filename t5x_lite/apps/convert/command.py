@@ -4,6 +4,7 @@ import argparse
 import decimal
 import re
 
+from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.errors import ExitCode
 from t5x_lite.formatting import show
 
@@ -135,8 +136,9 @@ def parse_num_bytes(text: str) -> int:
   return int(decimal.Decimal(match[1]) * _UNITS[match[2].upper()])
 
 
-def run_command(arguments: argparse.Namespace) -> int:
+def run_command(invocation: Invocation) -> int:
   """Run the command and return its exit status."""
+  flags = invocation.flags
   import jax
 
   # Conversion needs no accelerator.
@@ -146,15 +148,15 @@ def run_command(arguments: argparse.Namespace) -> int:
   from t5x_lite.apps.convert import report as convert_report
   from t5x_lite.apps.convert import run as convert
 
-  if arguments.module is not None:
-    module_imports.import_module(arguments.module, what='`--module`')
+  if flags.module is not None:
+    module_imports.import_module(flags.module, what='`--module`')
   progress = runtime.Progress(unit='tensor')
   try:
     done = convert.convert(
-      arguments.source,
-      arguments.output,
+      flags.source,
+      flags.output,
       progress=progress,
-      **{name: getattr(arguments, name) for name in _OPTIONS},
+      **{name: getattr(flags, name) for name in _OPTIONS},
     )
   finally:
     progress.clear()

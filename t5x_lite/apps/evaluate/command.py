@@ -2,12 +2,14 @@
 
 import argparse
 import os
+from typing import Any
 
 from t5x_lite import files
+from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.apps.common.flags import add_gin_arguments
 from t5x_lite.apps.common.flags import add_seqio_arguments
 from t5x_lite.apps.common.flags import load_configuration
-from t5x_lite.apps.common.flags import prepend_run_file
+from t5x_lite.apps.common.flags import with_run_file
 from t5x_lite.apps.common.runs import FoundRun
 from t5x_lite.apps.common.runs import resolve_run
 from t5x_lite.errors import ConfigError, ExitCode
@@ -58,18 +60,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add_seqio_arguments(parser)
 
 
-def run_command(arguments: argparse.Namespace) -> int:
+def run_command(invocation: Invocation) -> int:
   """Run the command and return its exit status."""
+  flags = invocation.flags
   placeholders = dict(_PLACEHOLDERS)
   overrides = ''
-  run = None if arguments.run is None else resolve_run(arguments)
+  run = None
+  if flags.run is not None:
+    run, invocation = resolve_run(invocation)
   problem = ''
-  if arguments.all and (run is None or run.mode == 'specific'):
+  if flags.all and (run is None or run.mode == 'specific'):
     problem = (
-      f'--all requires a run directory, got {"no RUN" if run is None else repr(arguments.run)}. Pass one, '
+      f'--all requires a run directory, got {"no RUN" if run is None else repr(flags.run)}. Pass one, '
       'e.g. `t5x_lite eval runs/my_run --all`, or set --gin.CHECKPOINT_MODE=all.'
     )
-  elif run is None and not arguments.gin_file:
+  elif run is None and not invocation.gin_files:
     problem = (
       'RUN is missing. Pass a run directory, e.g. `t5x_lite eval runs/my_run`, or --gin_file, '
       '--gin.CHECKPOINT_PATH and --gin.EVAL_OUTPUT_DIR.'
@@ -77,27 +82,25 @@ def run_command(arguments: argparse.Namespace) -> int:
   if problem:
     raise ConfigError(problem)
   if run is not None:
-    overrides = _configure_run(run, arguments, placeholders)
-  prepend_run_file(arguments, _RUN_FILE, 'evaluate')
-  configuration = load_configuration(arguments, placeholders, overrides)
-  if arguments.dry_run:
+    overrides = _configure_run(run, flags, placeholders)
+  invocation = with_run_file(invocation, _RUN_FILE, 'evaluate')
+  configuration = load_configuration(invocation, placeholders, overrides)
+  if flags.dry_run:
     from t5x_lite import multihost
 
     if multihost.is_lead():
       show(configuration.text)
-  configuration.call(dry_run=arguments.dry_run, settings=configuration.settings(_NOT_SETTINGS))
+  configuration.call(dry_run=flags.dry_run, settings=configuration.settings(_NOT_SETTINGS))
   return ExitCode.OK
 
 
-def _configure_run(
-  run: FoundRun, arguments: argparse.Namespace, placeholders: dict[str, str]
-) -> str:
+def _configure_run(run: FoundRun, flags: Any, placeholders: dict[str, str]) -> str:
   """Return gin text for the checkpoints of a run; add the default output directory to `placeholders`."""
-  folder = arguments.run
+  folder = flags.run
   if files.is_remote(folder):
     folder = run.model_dir
   elif run.mode == 'specific' and os.path.abspath(run.checkpoint) != run.model_dir:
     folder = os.path.dirname(os.path.normpath(folder))
   placeholders |= {'CHECKPOINT_PATH': 'None', 'EVAL_OUTPUT_DIR': repr(os.path.join(folder, 'eval'))}
-  mode = 'all' if arguments.all else run.mode
+  mode = 'all' if flags.all else run.mode
   return f'CHECKPOINT_PATH = {run.checkpoint!r}\nCHECKPOINT_MODE = {mode!r}\n'

@@ -1,4 +1,4 @@
-"""Configuration of an evaluation: the validated arguments of `evaluate`."""
+"""Options of an evaluation: their only definition, validated, from which the arguments of `evaluate` are made."""
 
 from collections.abc import Callable, Mapping
 import dataclasses
@@ -10,6 +10,7 @@ from t5x_lite import checks
 from t5x_lite import data
 from t5x_lite import evaluation
 from t5x_lite import files
+from t5x_lite import gin_utils
 from t5x_lite import models
 from t5x_lite import partitioning
 from t5x_lite import state_init
@@ -20,7 +21,30 @@ from t5x_lite.checkpoints import builders
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
-  """Arguments of `evaluate`, with the same names.
+  """Options of `evaluate`.
+
+  Attributes:
+    model: the model; no optimizer is needed.
+    dataset_cfg: evaluation data: a task, or each task of a mixture.
+    restore_checkpoint_cfg: checkpoints; mode 'all' evaluates in ascending order of step. None for random parameters.
+    partitioner: the mesh and the sharding rules.
+    output_dir: folder of results; must not be a run directory.
+    inference_evaluator_cls: None, or seqio.Evaluator; see `evaluation.InferenceEvaluator`.
+    training_evaluator_cls: `trainer.Trainer` for teacher-forced evaluation, or None.
+    summarize_config_fn: called with (output_dir, None, 0) to record the configuration.
+    train_state_initializer_cls: class of the state initializer.
+    train_eval_get_dataset_fn: opens the data for `training_evaluator_cls`, like `data.open_eval_iterators` or T5X's
+      `data.get_training_eval_datasets`.
+    fallback_init_rng: seed of random parameters, used without a checkpoint.
+    use_orbax: True or False. The format of a checkpoint, Orbax's or T5X's former one, is detected.
+    infer_eval_cfg: options of evaluations by decoding; None for none.
+    eval_steps: maximum number of batches per teacher-forced evaluation; None for the entire split.
+    best_metric: full name of the metric that selects the best checkpoint, e.g. 'inference_eval/mean/f1'.
+    best_metric_mode: 'max' or 'min'.
+    verify_matching_vocabs_fn: raises if the vocabularies of data and model differ; None skips the check.
+    settings: further settings that the results depend on, by name; the command passes all gin bindings. Results of
+      different settings are not mixed.
+    dry_run: print the plan without evaluating.
 
   Raises:
     ConfigError: options are out of range or contradict each other.
@@ -31,20 +55,24 @@ class EvaluateConfig:
   restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig | None
   partitioner: partitioning.PjitPartitioner
   output_dir: str
-  inference_evaluator_cls: Any
-  training_evaluator_cls: trainer_lib.BaseTrainerConstructor | None
-  summarize_config_fn: Callable[[str, Any, int], None] | None
-  train_state_initializer_cls: type[state_init.TrainStateInitializer]
-  train_eval_get_dataset_fn: Callable[..., Mapping[str, data.EvalBatches]]
-  fallback_init_rng: int | None
-  use_orbax: bool
-  infer_eval_cfg: evaluation.InferenceEvalConfig | None
-  eval_steps: int | None
-  best_metric: str | None
-  best_metric_mode: str
-  verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None] | None
-  settings: Mapping[str, str] | None
-  dry_run: bool
+  inference_evaluator_cls: Any = None
+  training_evaluator_cls: trainer_lib.BaseTrainerConstructor | None = None
+  summarize_config_fn: gin_utils.SummarizeConfigFn | None = gin_utils.summarize_gin_config
+  train_state_initializer_cls: type[state_init.TrainStateInitializer] = (
+    state_init.TrainStateInitializer
+  )
+  train_eval_get_dataset_fn: Callable[..., Mapping[str, Any]] = data.get_training_eval_datasets
+  fallback_init_rng: int | None = None
+  use_orbax: bool = True
+  infer_eval_cfg: evaluation.InferenceEvalConfig | None = evaluation.InferenceEvalConfig()
+  eval_steps: int | None = None
+  best_metric: str | None = None
+  best_metric_mode: str = 'max'
+  verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None] | None = (
+    data.verify_matching_vocabs
+  )
+  settings: Mapping[str, str] | None = None
+  dry_run: bool = False
 
   def __post_init__(self) -> None:
     is_path = output_folder.directory('Set EVAL_OUTPUT_DIR, e.g. to the folder eval of the run.')

@@ -19,21 +19,17 @@ from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import evaluation
 from t5x_lite import files
-from t5x_lite import gin_utils
-from t5x_lite import models
 from t5x_lite import multihost
-from t5x_lite import partitioning
 from t5x_lite import runtime
 from t5x_lite import standard_streams
-from t5x_lite import state_init
 from t5x_lite import summaries
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.common import report
 from t5x_lite.apps.common import restore as restore_lib
 from t5x_lite.apps.common import waiting
-from t5x_lite.apps.common.evaluations import EvaluationInterrupted
 from t5x_lite.apps.common.evaluations import OpenEvaluation
 from t5x_lite.apps.common.evaluations import RunEvaluations
+from t5x_lite.apps.common.options import takes_options
 from t5x_lite.apps.evaluate import record as eval_record
 from t5x_lite.apps.evaluate.config import EvaluateConfig
 from t5x_lite.checkpoints import builders
@@ -48,59 +44,13 @@ __all__ = ['InferenceEvaluator', 'evaluate']
 BEST_FILENAME = 'best.json'
 
 
-def evaluate(
-  *,
-  model: models.BaseTransformerModel,
-  dataset_cfg: data.DatasetConfig,
-  restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig | None,
-  partitioner: partitioning.PjitPartitioner,
-  output_dir: str,
-  inference_evaluator_cls: Any = None,
-  training_evaluator_cls: trainer_lib.BaseTrainerConstructor | None = None,
-  summarize_config_fn: gin_utils.SummarizeConfigFn | None = gin_utils.summarize_gin_config,
-  train_state_initializer_cls: type[
-    state_init.TrainStateInitializer
-  ] = state_init.TrainStateInitializer,
-  train_eval_get_dataset_fn: Callable[..., Mapping[str, Any]] = data.get_training_eval_datasets,
-  fallback_init_rng: int | None = None,
-  use_orbax: bool = True,
-  infer_eval_cfg: evaluation.InferenceEvalConfig | None = evaluation.InferenceEvalConfig(),
-  eval_steps: int | None = None,
-  best_metric: str | None = None,
-  best_metric_mode: str = 'max',
-  verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None]
-  | None = data.verify_matching_vocabs,
-  settings: Mapping[str, str] | None = None,
-  dry_run: bool = False,
-) -> dict[int, dict[str, float]]:
+@takes_options(EvaluateConfig)
+def evaluate(cfg: EvaluateConfig) -> dict[int, dict[str, float]]:
   """Evaluate every configured checkpoint that has not been evaluated yet.
 
   Results are written to `output_dir/inference_eval/<task>/` and `output_dir/training_eval/<task>/`, as in a training
   run, and means over several tasks to the task folder `mean`. `output_dir/evaluated.json` lists evaluated checkpoints,
   and `output_dir/best.json` names the best one.
-
-  Args:
-    model: the model; no optimizer is needed.
-    dataset_cfg: evaluation data: a task, or each task of a mixture.
-    restore_checkpoint_cfg: checkpoints; mode 'all' evaluates in ascending order of step. None for random parameters.
-    partitioner: the mesh and the sharding rules.
-    output_dir: folder of results; must not be a run directory.
-    inference_evaluator_cls: None, or seqio.Evaluator; see `evaluation.InferenceEvaluator`.
-    training_evaluator_cls: `trainer.Trainer` for teacher-forced evaluation, or None.
-    summarize_config_fn: called with (output_dir, None, 0) to record the configuration.
-    train_state_initializer_cls: class of the state initializer.
-    train_eval_get_dataset_fn: opens the data for `training_evaluator_cls`, like `data.open_eval_iterators` or T5X's
-      `data.get_training_eval_datasets`.
-    fallback_init_rng: seed of random parameters, used without a checkpoint.
-    use_orbax: True or False. The format of a checkpoint, Orbax's or T5X's former one, is detected.
-    infer_eval_cfg: options of evaluations by decoding; None for none.
-    eval_steps: maximum number of batches per teacher-forced evaluation; None for the entire split.
-    best_metric: full name of the metric that selects the best checkpoint, e.g. 'inference_eval/mean/f1'.
-    best_metric_mode: 'max' or 'min'.
-    verify_matching_vocabs_fn: raises if the vocabularies of data and model differ; None skips the check.
-    settings: further settings that the results depend on, by name; the command passes all gin bindings. Results of
-      different settings are not mixed.
-    dry_run: print the plan without evaluating.
 
   Returns:
     Metrics by step and full name of all evaluated checkpoints, including those of former calls.
@@ -115,7 +65,6 @@ def evaluate(
     StoppedOnSignalError: stopped by SIGINT, SIGTERM or SIGHUP; results of evaluated checkpoints are saved, and the
       message has the command to resume.
   """
-  cfg = EvaluateConfig(**locals())
   recorded = restore_lib.with_recorded_ids(cfg.dataset_cfg, cfg.restore_checkpoint_cfg)
   cfg = dataclasses.replace(
     cfg, dataset_cfg=recorded, output_dir=checkpoints.without_links(cfg.output_dir)
@@ -196,7 +145,7 @@ def evaluate(
           summary_dir=cfg.summary_dir,
           progress=progress,
           note_fn=_BatchNotes(signals, progress),
-          read_fn=waiting.DataWaits(signals, lambda doing: EvaluationInterrupted()).iterate,
+          read_fn=waiting.DataWaits(signals).iterate,
         )
       )
     )
@@ -272,7 +221,7 @@ def evaluate(
         if signals.is_due(may_wait=True):
           stopped = True
           break
-    except EvaluationInterrupted:
+    except waiting.Interrupted:
       stopped = True
     except CheckpointDamagedError as error:
       damage = error
@@ -373,7 +322,7 @@ class _BatchNotes:
 
   def __call__(self, text: str) -> None:
     if self._signals.is_due():
-      raise EvaluationInterrupted
+      raise waiting.Interrupted
     self._progress.note(text)
     if self._progress.due:
       self._progress.update(self._num_batches, {})

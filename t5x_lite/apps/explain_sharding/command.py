@@ -2,6 +2,7 @@
 
 import argparse
 
+from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.apps.common.flags import add_gin_arguments
 from t5x_lite.apps.common.flags import add_num_devices
 from t5x_lite.apps.common.flags import load_configuration
@@ -35,14 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
 
 
-def run_command(arguments: argparse.Namespace) -> int:
+def run_command(invocation: Invocation) -> int:
   """Run the command and return its exit status."""
-  simulate_devices(arguments.num_devices)
-  configuration = load_configuration(arguments, PLACEHOLDERS, _NO_VOCABULARY)
+  flags = invocation.flags
+  simulate_devices(flags.num_devices)
+  configuration = load_configuration(invocation, PLACEHOLDERS, _NO_VOCABULARY)
   from t5x_lite.apps.explain_sharding import run as explain_sharding
 
   parts = {
     name: configuration.argument(name) for name in ('model', 'partitioner', 'train_dataset_cfg')
   }
-  print(explain_sharding.explain_sharding(**parts).to_text(fold=not arguments.full), end='')
+  print(explain_sharding.explain_sharding(**parts).to_text(fold=not flags.full), end='')
   return ExitCode.OK

@@ -4,10 +4,11 @@ import argparse
 import os
 
 from t5x_lite import files
+from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.apps.common.flags import add_gin_arguments
 from t5x_lite.apps.common.flags import join_cluster
 from t5x_lite.apps.common.flags import load_configuration
-from t5x_lite.apps.common.flags import prepend_run_file
+from t5x_lite.apps.common.flags import with_run_file
 from t5x_lite.apps.common.runs import resolve_run
 from t5x_lite.errors import ConfigError, ExitCode
 from t5x_lite.formatting import show
@@ -42,20 +43,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
 
 
-def run_command(arguments: argparse.Namespace) -> int:
+def run_command(invocation: Invocation) -> int:
   """Run the command and return its exit status."""
-  if arguments.run is None and not arguments.gin_file:
+  flags = invocation.flags
+  if flags.run is None and not invocation.gin_files:
     raise ConfigError(
       'RUN is missing. Pass a run directory, e.g. `t5x_lite export runs/my_run`, or --gin_file, '
       '--gin.CHECKPOINT_PATH, --gin.MODEL_OUTPUT_DIR and --gin.MODEL_NAME.'
     )
   placeholders = dict(_PLACEHOLDERS)
   overrides = ''
-  if arguments.run is not None:
-    run = resolve_run(arguments)
+  if flags.run is not None:
+    run, invocation = resolve_run(invocation)
     path = run.checkpoint
     if run.mode == 'latest':
-      join_cluster(arguments)  # before JAX is used
+      invocation = join_cluster(invocation)  # before JAX is used
       from t5x_lite import checkpoints
 
       path = str(checkpoints.get_checkpoint_dir(path, checkpoints.newest_sound_step(path)))
@@ -68,10 +70,10 @@ def run_command(arguments: argparse.Namespace) -> int:
       'MODEL_OUTPUT_DIR': repr(os.path.join(folder, 'exports')),
     }
     overrides = f'CHECKPOINT_PATH = {path!r}\n'
-  prepend_run_file(arguments, _RUN_FILE, 'save')
-  configuration = load_configuration(arguments, placeholders, overrides)
-  flags = {name: True for name in ('saved_model', 'overwrite') if getattr(arguments, name)}
-  folder = configuration.call(**flags)
+  invocation = with_run_file(invocation, _RUN_FILE, 'save')
+  configuration = load_configuration(invocation, placeholders, overrides)
+  options = {name: True for name in ('saved_model', 'overwrite') if getattr(flags, name)}
+  folder = configuration.call(**options)
   from t5x_lite.apps.export import run as export
 
   show(export.describe(folder))

@@ -13,11 +13,12 @@ import tempfile
 from typing import Any
 
 from t5x_lite import files
+from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.apps.common.flags import add_gin_arguments
 from t5x_lite.apps.common.flags import add_seqio_arguments
 from t5x_lite.apps.common.flags import join_cluster
 from t5x_lite.apps.common.flags import load_configuration
-from t5x_lite.apps.common.flags import prepend_run_file
+from t5x_lite.apps.common.flags import with_run_file
 from t5x_lite.apps.common.runs import resolve_run
 from t5x_lite.errors import ConfigError, ExitCode
 from t5x_lite.formatting import show
@@ -91,36 +92,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add_seqio_arguments(parser)
 
 
-def run_command(arguments: argparse.Namespace) -> int:
+def run_command(invocation: Invocation) -> int:
   """Run the command and return its exit status."""
-  folder, name = os.path.split(arguments.output or '')
-  if files.is_remote(arguments.output or '') and not files.is_remote(folder):  # A bucket.
+  flags = invocation.flags
+  folder, name = os.path.split(flags.output or '')
+  if files.is_remote(flags.output or '') and not files.is_remote(folder):  # A bucket.
     name = ''
   problem = ''
-  if arguments.run is None and not arguments.gin_file:
+  if flags.run is None and not invocation.gin_files:
     problem = (
       'RUN is missing. Pass a run directory, e.g. `t5x_lite infer runs/my_run --input=questions.txt '
       '--output=answers.jsonl`, or --gin_file and --gin.CHECKPOINT_PATH.'
     )
-  elif arguments.input_format is not None and arguments.input is None:
-    problem = f'--input_format={arguments.input_format} requires --input. Add --input, or remove --input_format.'
-  elif arguments.output is not None and not name:
+  elif flags.input_format is not None and flags.input is None:
+    problem = f'--input_format={flags.input_format} requires --input. Add --input, or remove --input_format.'
+  elif flags.output is not None and not name:
     problem = (
-      f'--output must be the path of a file, got {arguments.output!r}. To choose a folder, set '
-      f'--gin.INFER_OUTPUT_DIR={arguments.output or "FOLDER"}.'
+      f'--output must be the path of a file, got {flags.output!r}. To choose a folder, set '
+      f'--gin.INFER_OUTPUT_DIR={flags.output or "FOLDER"}.'
     )
-  elif arguments.output == _STANDARD and sys.stdout is None:
+  elif flags.output == _STANDARD and sys.stdout is None:
     problem = '--output=- writes to standard output, which is closed. Pass the path of a file.'
   if problem:
     raise ConfigError(problem)
-  if arguments.output != _STANDARD:
-    _infer(arguments, folder or '.', name)
+  if flags.output != _STANDARD:
+    _infer(invocation, folder or '.', name)
     return ExitCode.OK
-  _check_alone(arguments)
+  invocation = join_cluster(invocation)
+  _check_alone()
   # Standard output cannot be resumed, so that the results are kept in a temporary folder until they are complete.
   with tempfile.TemporaryDirectory(prefix='t5x_lite_infer_') as temporary:
     with contextlib.redirect_stdout(io.StringIO()) as report:
-      paths = _infer(arguments, temporary, 'results.jsonl')
+      paths = _infer(invocation, temporary, 'results.jsonl')
     out: Any = sys.stdout
     for path in paths:
       with open(path, encoding='utf-8', newline='') as results:
@@ -130,9 +133,8 @@ def run_command(arguments: argparse.Namespace) -> int:
   return ExitCode.OK
 
 
-def _check_alone(arguments: argparse.Namespace) -> None:
+def _check_alone() -> None:
   """Raise if several processes would write to standard output."""
-  join_cluster(arguments)
   from t5x_lite import runtime
 
   if runtime.current_monitor() is not None:
@@ -142,24 +144,25 @@ def _check_alone(arguments: argparse.Namespace) -> None:
     )
 
 
-def _infer(arguments: argparse.Namespace, folder: str, name: str) -> list[str]:
+def _infer(invocation: Invocation, folder: str, name: str) -> list[str]:
   """Run inference; with --output, results go to `folder/name`."""
+  flags = invocation.flags
   placeholders = dict(_PLACEHOLDERS)
   overrides = [_HEADER]
-  if arguments.run is not None:
-    run = resolve_run(arguments)
+  if flags.run is not None:
+    run, invocation = resolve_run(invocation)
     placeholders['CHECKPOINT_PATH'] = 'None'
     overrides.append(f'CHECKPOINT_PATH = {run.checkpoint!r}\nCHECKPOINT_MODE = {run.mode!r}\n')
-  prepend_run_file(arguments, _RUN_FILE, 'infer')
-  if arguments.input is not None:
+  invocation = with_run_file(invocation, _RUN_FILE, 'infer')
+  if flags.input is not None:
     placeholders['MIXTURE_OR_TASK_NAME'] = 'None'
     overrides.append(
       f'infer_script.infer.dataset_cfg = @data.TextFileConfig()\ndata.TextFileConfig.path = '
-      f'{arguments.input!r}\n'
+      f'{flags.input!r}\n'
     )
-    if arguments.input_format is not None:
-      overrides.append(f'data.TextFileConfig.file_format = {arguments.input_format!r}\n')
-  if arguments.output is not None:
+    if flags.input_format is not None:
+      overrides.append(f'data.TextFileConfig.file_format = {flags.input_format!r}\n')
+  if flags.output is not None:
     placeholders['INFER_OUTPUT_DIR'] = 'None'
     overrides.append(
       f'infer_script.infer.output_dir = {folder!r}\ninfer_script.infer.output_file = {name!r}\n'
@@ -167,14 +170,14 @@ def _infer(arguments: argparse.Namespace, folder: str, name: str) -> list[str]:
   overrides += [
     f'infer_script.infer.{flag} = {value}\n'
     for flag in ('num_shards', 'shard_id')
-    if (value := getattr(arguments, flag)) is not None
+    if (value := getattr(flags, flag)) is not None
   ]
-  configuration = load_configuration(arguments, placeholders, ''.join(overrides))
+  configuration = load_configuration(invocation, placeholders, ''.join(overrides))
   if 'num_shards' in configuration.uses[0].bound:
     num_shards = configuration.argument('num_shards')
   else:
     num_shards = 1
-  if arguments.output == _STANDARD and num_shards != 1:
+  if flags.output == _STANDARD and num_shards != 1:
     raise ConfigError(
       f'num_shards={num_shards} and --output=- cannot be combined: results of several workers are '
       'merged in a file. Pass the path of a file.'
@@ -183,7 +186,7 @@ def _infer(arguments: argparse.Namespace, folder: str, name: str) -> list[str]:
     f'--gin.{name}': value for name, value in configuration.settings(_NOT_SETTINGS).items()
   }
   arguments_of_input = {}
-  if arguments.input is not None:
+  if flags.input is not None:
     arguments_of_input['dataset_cfg'] = _with_keys_of_task(configuration)
   return configuration.call(settings=settings, **arguments_of_input)
 

@@ -1,7 +1,8 @@
-"""Configuration of batch inference: the validated arguments of `infer`."""
+"""Options of batch inference: their only definition, validated, from which the arguments of `infer` are made."""
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -11,11 +12,14 @@ from t5x_lite import checkpoints
 from t5x_lite import checks
 from t5x_lite import data
 from t5x_lite import files
+from t5x_lite import gin_utils
 from t5x_lite import models
 from t5x_lite import partitioning
 from t5x_lite import state_init
 from t5x_lite.apps.common import output_folder
 from t5x_lite.apps.common import start
+from t5x_lite.apps.infer.jsonl import write_inferences_to_file
+from t5x_lite.apps.infer.merge import merge_chunks_to_file
 from t5x_lite.apps.infer.paths import ResultPaths
 from t5x_lite.checkpoints import builders
 
@@ -33,33 +37,43 @@ _ONE_CHECKPOINT = checks.Expectation(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shard:
-  """Worker `shard_id` of `num_shards`: it processes each batch b of a source with b % num_shards = shard_id."""
-
-  shard_id: int = 0
-  num_shards: int = 1
-
-  def __post_init__(self) -> None:
-    checks.check(
-      'infer',
-      vars(self),
-      num_shards=checks.number(at_least=1, integer=True),
-      shard_id=checks.number(
-        at_least=0,
-        below=self.num_shards,
-        integer=True,
-        remedy='Start one worker per shard, each with --shard_id.',
-      ),
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class InferConfig:
-  """Arguments of `infer`, with the same names.
+  """Options of `infer`.
 
   Attributes:
-    shard: `shard_id` and `num_shards`.
-    layout: assignment of the rows of a batch to processes.
+    mode: 'predict', 'predict_with_aux' (predictions with their scores) or 'score' (log-likelihoods of the targets).
+    model: the model; no optimizer is needed.
+    dataset_cfg: examples: a task, each task of a mixture, or a file of texts.
+    restore_checkpoint_cfg: the checkpoint.
+    partitioner: the mesh and the sharding rules.
+    output_dir: folder of results.
+    checkpoint_period: number of batches per chunk; complete chunks survive an interruption.
+    shard_id: index of this worker, from 0. Workers are independent and need not run at the same time. None, as in
+      runs/infer.gin, is 0 and an error with several workers.
+    num_shards: number of workers that share the source.
+    merge_chunked_results: merge chunks into one file; otherwise the results stay in chunks.
+    write_fn: writes results, called as `write_fn(path, (predictions, aux), examples, mode, vocabulary)`; `examples` is
+      an `Examples`.
+    checkpoint_ds_iter: True or False. Both resume after the last complete chunk without a saved iterator: the source is
+      opened at that batch.
+    train_state_initializer_cls: class of the state initializer.
+    fallback_init_rng: seed of random parameters, for those that the checkpoint lacks.
+    merge_fn: merges the chunks of a shard, called as `merge_fn(output_dir, output_fname, tmp_dir, step)` with the
+      chunks `<tmp_dir>/<output_fname>-chunk00000` and so on. It must write `<output_dir>/<output_fname>`; all
+      files that it writes in `output_dir`, a temporary folder, become results when it returns. Results of another
+      function than `merge_chunks_to_file` are not merged over shards.
+    summarize_config_fn: called with (folder of the run, None, step) to record the configuration.
+    verify_matching_vocabs_fn: raises if the vocabularies of task and model differ; None skips the check.
+    output_vocab_feature_name: 'targets' or 'inputs': the vocabulary of the model that `write_fn` is given.
+    file_extension: extension of result files.
+    keep_aux_as_numpy: give `write_fn` auxiliary outputs as arrays [num_examples, ...] instead of lists, which takes
+      less memory.
+    use_orbax: True or False. The format of a checkpoint, Orbax's or T5X's former one, is detected.
+    output_file: file name within `output_dir` that replaces `<task>-<mode>.jsonl`; with one shard, without a shard
+      suffix. For a single task.
+    random_seed: seed of sampling.
+    settings: further settings that the results depend on, by name, such as decoding options. A run resumes only if they
+      are unchanged; the command passes all gin bindings.
 
   Raises:
     ConfigError: options are out of range or contradict each other.
@@ -72,25 +86,27 @@ class InferConfig:
   partitioner: partitioning.BasePartitioner
   output_dir: str
   checkpoint_period: int
-  shard_id: int | None
-  num_shards: int
-  merge_chunked_results: bool
-  write_fn: Callable[..., None]
-  checkpoint_ds_iter: bool
-  train_state_initializer_cls: type[state_init.TrainStateInitializer]
-  fallback_init_rng: int | None
-  merge_fn: Callable[[str, str, str, int | None], None]
-  summarize_config_fn: Callable[[str, Any, int], None] | None
-  verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None] | None
-  output_vocab_feature_name: str
-  file_extension: str
-  keep_aux_as_numpy: bool
-  use_orbax: bool
-  output_file: str | None
-  random_seed: int
-  settings: Mapping[str, str] | None
-  shard: Shard = dataclasses.field(init=False)
-  layout: partitioning.DataLayout = dataclasses.field(init=False)
+  shard_id: int | None = 0
+  num_shards: int = 1
+  merge_chunked_results: bool = True
+  write_fn: Callable[..., None] = write_inferences_to_file
+  checkpoint_ds_iter: bool = True
+  train_state_initializer_cls: type[state_init.TrainStateInitializer] = (
+    state_init.TrainStateInitializer
+  )
+  fallback_init_rng: int | None = None
+  merge_fn: Callable[[str, str, str, int | None], None] = merge_chunks_to_file
+  summarize_config_fn: gin_utils.SummarizeConfigFn | None = gin_utils.summarize_gin_config
+  verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None] | None = (
+    data.verify_matching_vocabs
+  )
+  output_vocab_feature_name: str = 'targets'
+  file_extension: str = 'jsonl'
+  keep_aux_as_numpy: bool = False
+  use_orbax: bool = True
+  output_file: str | None = None
+  random_seed: int = 0
+  settings: Mapping[str, str] | None = None
 
   def __post_init__(self) -> None:
     checks.check(
@@ -111,13 +127,31 @@ class InferConfig:
         ('targets', 'inputs'), 'For another vocabulary, set a write_fn that knows it.'
       ),
     )
-    options: dict[str, Any] = {'shard_id': self.shard_id, 'num_shards': self.num_shards}
-    if options == {'shard_id': None, 'num_shards': 1}:
-      options['shard_id'] = 0
-    object.__setattr__(self, 'shard', Shard(**options))
-    object.__setattr__(
-      self, 'layout', self.partitioner.get_data_layout(self.dataset_cfg.batch_size)
+    shard_id = self.shard_id
+    if shard_id is None and self.num_shards == 1:
+      shard_id = 0
+    checks.check(
+      'infer',
+      {'num_shards': self.num_shards, 'shard_id': shard_id},
+      num_shards=checks.number(at_least=1, integer=True),
+      shard_id=checks.number(
+        at_least=0,
+        below=self.num_shards,
+        integer=True,
+        remedy='Start one worker per shard, each with --shard_id.',
+      ),
     )
+    self.partitioner.get_data_layout(self.dataset_cfg.batch_size)  # raises for an invalid size
+
+  @property
+  def shard(self) -> int:
+    """`shard_id`, where None is the only worker. It processes each batch b of a source with b % num_shards = shard."""
+    return self.shard_id or 0
+
+  @functools.cached_property
+  def layout(self) -> partitioning.DataLayout:
+    """Assignment of the rows of a batch to processes."""
+    return self.partitioner.get_data_layout(self.dataset_cfg.batch_size)
 
   @property
   def is_stream(self) -> bool:
@@ -130,8 +164,8 @@ class InferConfig:
     return ResultPaths(
       folder=files.path(self.output_dir),
       name=name,
-      shard_id=self.shard.shard_id,
-      num_shards=self.shard.num_shards,
+      shard_id=self.shard,
+      num_shards=self.num_shards,
       has_plain_name=self.output_file is not None,
     )
 

@@ -20,15 +20,13 @@ import numpy as np
 from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import evaluation
-from t5x_lite import gin_utils
-from t5x_lite import models
 from t5x_lite import multihost
-from t5x_lite import partitioning
 from t5x_lite import runtime
 from t5x_lite import standard_streams
-from t5x_lite import state_init
 from t5x_lite.apps.common import report
 from t5x_lite.apps.common import restore as restore_lib
+from t5x_lite.apps.common import waiting
+from t5x_lite.apps.common.options import takes_options
 from t5x_lite.apps.infer import report as infer_report
 from t5x_lite.apps.infer.config import InferConfig
 from t5x_lite.apps.infer.jsonl import Examples
@@ -56,77 +54,14 @@ __all__ = [
 AUTOTUNE = -1  # of tf.data
 
 
-def infer(
-  *,
-  mode: str,
-  model: models.BaseTransformerModel,
-  dataset_cfg: data.DatasetConfig | data.TextFileConfig,
-  restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig,
-  partitioner: partitioning.BasePartitioner,
-  output_dir: str,
-  checkpoint_period: int,
-  shard_id: int | None = 0,
-  num_shards: int = 1,
-  merge_chunked_results: bool = True,
-  write_fn: Callable[..., None] = write_inferences_to_file,
-  checkpoint_ds_iter: bool = True,
-  train_state_initializer_cls: type[
-    state_init.TrainStateInitializer
-  ] = state_init.TrainStateInitializer,
-  fallback_init_rng: int | None = None,
-  merge_fn: Callable[[str, str, str, int | None], None] = merge_chunks_to_file,
-  summarize_config_fn: gin_utils.SummarizeConfigFn | None = gin_utils.summarize_gin_config,
-  verify_matching_vocabs_fn: Callable[[data.DatasetConfig, Any], None]
-  | None = data.verify_matching_vocabs,
-  output_vocab_feature_name: str = 'targets',
-  file_extension: str = 'jsonl',
-  keep_aux_as_numpy: bool = False,
-  use_orbax: bool = True,
-  output_file: str | None = None,
-  random_seed: int = 0,
-  settings: Mapping[str, str] | None = None,
-) -> list[str]:
+@takes_options(InferConfig)
+def infer(cfg: InferConfig) -> list[str]:
   """Predict or score every example of a source once, and write the results in the source's order.
 
   The result of a task is `<output_dir>/<task>-<mode>.jsonl-<shard>-of-<num_shards>`; with several shards,
   `<output_dir>/<task>-<mode>.jsonl` is added when all of them are complete. `<task>-<mode>.jsonl.run` has the state for
   resuming. Each batch is computed by one shard, with random numbers that depend only on the batch's number, so that
   neither interruptions nor the number of shards change a result.
-
-  Args:
-    mode: 'predict', 'predict_with_aux' (predictions with their scores) or 'score' (log-likelihoods of the targets).
-    model: the model; no optimizer is needed.
-    dataset_cfg: examples: a task, each task of a mixture, or a file of texts.
-    restore_checkpoint_cfg: the checkpoint.
-    partitioner: the mesh and the sharding rules.
-    output_dir: folder of results.
-    checkpoint_period: number of batches per chunk; complete chunks survive an interruption.
-    shard_id: index of this worker, from 0. Workers are independent and need not run at the same time. None, as in
-      runs/infer.gin, is 0 and an error with several workers.
-    num_shards: number of workers that share the source.
-    merge_chunked_results: merge chunks into one file; otherwise the results stay in chunks.
-    write_fn: writes results, called as `write_fn(path, (predictions, aux), examples, mode, vocabulary)`; `examples` is
-      an `Examples`.
-    checkpoint_ds_iter: True or False. Both resume after the last complete chunk without a saved iterator: the source is
-      opened at that batch.
-    train_state_initializer_cls: class of the state initializer.
-    fallback_init_rng: seed of random parameters, for those that the checkpoint lacks.
-    merge_fn: merges the chunks of a shard, called as `merge_fn(output_dir, output_fname, tmp_dir, step)` with the
-      chunks `<tmp_dir>/<output_fname>-chunk00000` and so on. It must write `<output_dir>/<output_fname>`; all
-      files that it writes in `output_dir`, a temporary folder, become results when it returns. Results of another
-      function than `merge_chunks_to_file` are not merged over shards.
-    summarize_config_fn: called with (folder of the run, None, step) to record the configuration.
-    verify_matching_vocabs_fn: raises if the vocabularies of task and model differ; None skips the check.
-    output_vocab_feature_name: 'targets' or 'inputs': the vocabulary of the model that `write_fn` is given.
-    file_extension: extension of result files.
-    keep_aux_as_numpy: give `write_fn` auxiliary outputs as arrays [num_examples, ...] instead of lists, which takes
-      less memory.
-    use_orbax: True or False. The format of a checkpoint, Orbax's or T5X's former one, is detected.
-    output_file: file name within `output_dir` that replaces `<task>-<mode>.jsonl`; with one shard, without a shard
-      suffix. For a single task.
-    random_seed: seed of sampling.
-    settings: further settings that the results depend on, by name, such as decoding options. A run resumes only if they
-      are unchanged; the command passes all gin bindings.
 
   Returns:
     Paths of the results on the lead process; [] on other processes.
@@ -140,7 +75,6 @@ def infer(
     StoppedOnSignalError: stopped by SIGINT, SIGTERM or SIGHUP; the results so far are saved, and the message has the
       command to resume.
   """
-  cfg = InferConfig(**locals())
   recorded = restore_lib.with_recorded_ids(cfg.dataset_cfg, cfg.restore_checkpoint_cfg)
   cfg = dataclasses.replace(
     cfg, dataset_cfg=recorded, output_dir=checkpoints.without_links(cfg.output_dir)
@@ -245,8 +179,8 @@ def infer(
           train_state_axes,
           first_batch=first_batch,
           write_fn=_chunk_writer(store, cfg),
+          waits=waiting.DataWaits(signals),
           should_stop=lambda: signals.is_due(may_wait=True),
-          ends_wait=lambda: signals.ends_waits,
           on_batch=counter.add,
         )
         counter.end()
@@ -317,7 +251,7 @@ def update_measurement_series(series_name: str, step: int, value: float) -> None
 def _check_workers(cfg: InferConfig) -> None:
   """Raise if the processes of a cluster have different shards, which are separate runs."""
   if cfg.num_shards > 1 and multihost.any_process(
-    bool(multihost.broadcast_from_lead(np.int32(cfg.shard.shard_id)) != cfg.shard.shard_id)
+    bool(multihost.broadcast_from_lead(np.int32(cfg.shard)) != cfg.shard)
   ):
     raise ConfigError(
       f'The {jax.process_count()} processes of a cluster must have the same shard_id, got '
@@ -448,7 +382,7 @@ class _Counter:
       self._total = 0
     else:
       self._total = num_shard_examples(
-        source.num_examples, cfg.layout.batch_size, cfg.shard.shard_id, cfg.shard.num_shards
+        source.num_examples, cfg.layout.batch_size, cfg.shard, cfg.num_shards
       )
     self.done = done
     self._first = done

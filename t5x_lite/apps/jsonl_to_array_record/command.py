@@ -2,6 +2,7 @@
 
 import argparse
 
+from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.errors import ExitCode
 from t5x_lite.formatting import show
 
@@ -14,12 +15,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
 
 
-def run_command(arguments: argparse.Namespace) -> int:
+def run_command(invocation: Invocation) -> int:
   """Run the command and return its exit status."""
+  flags = invocation.flags
   from t5x_lite.data import grain_records
   from t5x_lite.data import records
 
-  lines = records.JsonLines(arguments.inputs)
-  num_records = grain_records.write_array_records(arguments.output, records.checked_objects(lines))
-  show(f'Wrote {num_records:,} records to {arguments.output}.')
+  lines = records.JsonLines(flags.inputs)
+  num_records = grain_records.write_array_records(flags.output, records.checked_objects(lines))
+  show(f'Wrote {num_records:,} records to {flags.output}.')
   return ExitCode.OK

@@ -2,6 +2,7 @@
 
 import argparse
 
+from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.errors import ConfigError
 
 _EXAMPLE = (
@@ -54,17 +55,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
 
 
-def run_command(arguments: argparse.Namespace) -> int:
+def run_command(invocation: Invocation) -> int:
   """Run the command and return its exit status."""
+  flags = invocation.flags
   from t5x_lite.apps.launch import run as launch
 
-  if not arguments.others:
+  if not invocation.others:
     raise ConfigError(f'launch requires a command. {_EXAMPLE}')
   return launch.launch(
-    arguments.others,
-    arguments.num_processes,
-    devices_per_process=arguments.devices_per_process,
-    port=arguments.port,
-    max_restarts=arguments.max_restarts,
-    restart_seconds=arguments.restart_seconds,
+    invocation.others,
+    flags.num_processes,
+    devices_per_process=flags.devices_per_process,
+    port=flags.port,
+    max_restarts=flags.max_restarts,
+    restart_seconds=flags.restart_seconds,
   )

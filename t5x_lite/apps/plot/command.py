@@ -2,6 +2,7 @@
 
 import argparse
 
+from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.errors import ExitCode
 from t5x_lite.formatting import show
 
@@ -32,10 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
 
 
-def run_command(arguments: argparse.Namespace) -> int:
+def run_command(invocation: Invocation) -> int:
   """Run the command and return its exit status."""
+  flags = invocation.flags
   from t5x_lite.apps.plot import run as plot
 
-  path = plot.plot(arguments.runs, arguments.out, arguments.metric, from_start=arguments.from_start)
+  path = plot.plot(flags.runs, flags.out, flags.metric, from_start=flags.from_start)
   show(str(path))
   return ExitCode.OK

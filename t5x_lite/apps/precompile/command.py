@@ -3,6 +3,7 @@
 import argparse
 
 from t5x_lite.apps.common.flags import NO_CACHE
+from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.apps.common.flags import add_gin_arguments
 from t5x_lite.apps.common.flags import add_num_devices
 from t5x_lite.apps.common.flags import add_seqio_arguments
@@ -26,25 +27,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
 
 
-def run_command(arguments: argparse.Namespace) -> int:
+def run_command(invocation: Invocation) -> int:
   """Run the command and return its exit status."""
-  if arguments.num_devices is not None:
-    if arguments.compilation_cache_dir not in (None, NO_CACHE):
+  flags = invocation.flags
+  if flags.num_devices is not None:
+    if flags.compilation_cache_dir not in (None, NO_CACHE):
       raise ConfigError(
-        f'--num_devices={arguments.num_devices} cannot be combined with --compilation_cache_dir: no '
+        f'--num_devices={flags.num_devices} cannot be combined with --compilation_cache_dir: no '
         'run on this machine could use programs for simulated devices. Remove one of the flags.'
       )
-    arguments.compilation_cache_dir = NO_CACHE
-    arguments.distributed = 'off'
-  simulate_devices(arguments.num_devices)
+    invocation = invocation._replace(compilation_cache_dir=NO_CACHE, distributed='off')
+  simulate_devices(flags.num_devices)
   # T5X's run file configures `precompile` instead of `train`; T5X then always writes the programs.
-  if binds_model(arguments, 'precompile'):
-    arguments.entry = 't5x_lite.apps.precompile.precompile'
-    arguments.write_hlo = True
+  write_hlo = flags.write_hlo
+  if binds_model(invocation, 'precompile'):
+    invocation = invocation._replace(entry='t5x_lite.apps.precompile.precompile')
+    write_hlo = True
   # The run directory is only used for the text of the programs.
-  configuration = load_configuration(
-    arguments, None if arguments.write_hlo else {'MODEL_DIR': "'none'"}
-  )
+  placeholders = None if write_hlo else {'MODEL_DIR': "'none'"}
+  configuration = load_configuration(invocation, placeholders)
   from t5x_lite import multihost
   from t5x_lite import runtime
   from t5x_lite.apps.precompile import run as precompile
@@ -57,9 +58,7 @@ def run_command(arguments: argparse.Namespace) -> int:
   progress = runtime.Progress(enabled=multihost.is_lead())
   try:
     with configuration.locating_errors():
-      programs = precompile.precompile(
-        **parts, write_hlo=arguments.write_hlo, note_fn=progress.note
-      )
+      programs = precompile.precompile(**parts, write_hlo=write_hlo, note_fn=progress.note)
   finally:
     progress.clear()
   if multihost.is_lead():

@@ -137,17 +137,24 @@ def precompile(
     'get_dataset_fn': get_dataset_fn,
     'verify_matching_vocabs_fn': verify_matching_vocabs_fn,
   }
-  checks.bind_arguments('precompile', _SIGNATURE, (), train_arguments)
-  if 'trainer_cls' not in train_arguments and getattr(
-    model.optimizer_def, 'needs_learning_rate', False
-  ):
-    train_arguments['trainer_cls'] = functools.partial(
+  trainer_cls = trainer_lib.Trainer
+  if getattr(model.optimizer_def, 'needs_learning_rate', False):
+    trainer_cls = functools.partial(
       trainer_lib.Trainer,
       learning_rate_fn=schedules.create_learning_rate_scheduler(
         'constant', base_learning_rate=_LEARNING_RATE
       ),
     )
-  cfg = parts_lib.RunConfig(**train_arguments)
+  # Unlike `train`, this function requires none of the first four.
+  options = {
+    'train_eval_dataset_cfg': None,
+    'infer_eval_dataset_cfg': None,
+    'trainer_cls': trainer_cls,
+    'eval_steps': None,
+    **train_arguments,
+  }
+  checks.bind_arguments('precompile', _SIGNATURE, (), options)
+  cfg = parts_lib.RunConfig(**options)
   if compilation_cache_dir is not None:
     runtime.use_compilation_cache(compilation_cache_dir)
   seed = start_lib.choose_seed(cfg.random_seed)

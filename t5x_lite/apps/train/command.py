@@ -2,6 +2,7 @@
 
 import argparse
 
+from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.apps.common.flags import add_gin_arguments
 from t5x_lite.apps.common.flags import add_seqio_arguments
 from t5x_lite.apps.common.flags import load_configuration
@@ -26,14 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
 
 
-def run_command(arguments: argparse.Namespace) -> int:
+def run_command(invocation: Invocation) -> int:
   """Run the command and return its exit status."""
-  configuration = load_configuration(arguments)
-  if arguments.spool_dir is None:
+  flags = invocation.flags
+  configuration = load_configuration(invocation)
+  if flags.spool_dir is None:
     options = {}
   else:
-    options = {'spool_dir': arguments.spool_dir}
-  if arguments.dry_run:
+    options = {'spool_dir': flags.spool_dir}
+  if flags.dry_run:
     from t5x_lite import multihost
 
     if multihost.is_lead():

@@ -1,7 +1,8 @@
-"""Configuration of a training run: the validated arguments of `train`."""
+"""Options of a training run: their only definition, validated, from which the arguments of `train` are made."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import dataclasses
+import functools
 from typing import Any, Literal, Self
 
 from t5x_lite import actions as actions_lib
@@ -43,45 +44,85 @@ def _steps(at_least: int) -> checks.Expectation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig(RunConfig):
-  """Arguments of `train`, with the same names.
+  """Options of `train`.
 
   Attributes:
-    actions_by_mode: `actions`, by `ActionMode`.
-    event_hooks: `event_fns` as a tuple.
+    checkpoint_cfg: when to save checkpoints, and which one to start from.
+    total_steps: step at which the run ends, counted from the model's first step; the step of the checkpoint, or 0,
+      trains no step, e.g. to evaluate with `run_eval_before_training`. None with `relative_steps`, or to
+      train until the data ends (`DatasetConfig.num_epochs`), an action ends the run, or a signal stops it. Data that
+      ends before this step ends the run in the same way, with an evaluation and a save, and with the cause
+      'data_ended' in the last log line and in `events.jsonl`.
+    eval_period: number of steps between evaluations; None evaluates only after the last step, which is always
+      evaluated. 0 evaluates at no step except with `run_eval_before_training` and `infer_eval_period`.
+    relative_steps: number of steps after the checkpoint that the run first started from; replaces `total_steps`.
+    stats_period: number of steps between training metrics; None for a tenth of `eval_period`. Metrics are also written
+      whenever training pauses for another reason. With training actions, the run waits for the device before each
+      write.
+    summarize_config_fn: called with (model_dir, summary writer or None, step) to record the configuration.
+    actions: actions that may stop the run, by 'TRAIN', 'TRAIN_EVAL' or 'INFER_EVAL'.
+    run_eval_before_training: also evaluate before the first step of the run.
+    use_orbax: True, since checkpoints are written in Orbax's format; False is accepted if no checkpoint is saved.
+      Both formats of T5X are read with either value.
+    gc_period: number of steps between garbage collections; 0 leaves them to Python.
+    num_prefetched_batches: number of batches prepared in the background.
+    num_retries: number of times in a row to reopen training data that raised OSError or DataUnavailableError, at the
+      position of the failed batch or at the saved one, after 1, 2, 4, ... seconds.
+    max_batch_seconds: save and end the run if a training batch takes longer; None only warns, with the stacks of all
+      threads, every 5 minutes. The first batch, also after a rollback, has no limit.
+    max_step_seconds: end the run, with the stacks of all threads of all processes, if a step takes longer. 'auto' is
+      the larger of 1,800 s and 50 times the median of the last 101 steps, from the second step of the process on; with
+      several processes, a step does not count while another process evaluates, saves or compiles. None only warns. In
+      all cases there is a warning, once, if a step takes longer than 10 minutes and than 20 times the median.
+    max_evaluation_seconds: the same limit for a batch of an evaluation; None warns after 30 minutes.
+    max_saving_seconds: the same limit for the time that training waits for a save; None warns after 30 minutes.
+    warn_every_seconds: warn with the stacks of all threads each time that this time passes without a completed step,
+      whatever the run does, and never end the run; independent of the limits above. None for no such warnings.
+    max_store_seconds: how long a request to an object store is repeated if it fails for a temporary reason.
+    spool_dir: local folder outside of `model_dir` that keeps the newest checkpoint if it cannot be written to
+      `model_dir`; the next run with this folder copies it there. With several processes, all must share it.
+    profile_steps: `runtime.ProfileConfig` with the steps to profile into `model_dir/train`; or (first, last) for the
+      steps after `first` up to `last`.
+    log_cfg: log lines about batches, steps and the memory of devices.
+    infer_eval_period: number of steps between evaluations by decoding; None for `eval_period`.
+    concurrent_metrics: compute and write the metrics of decoded texts while training continues. The run waits for them
+      before it saves, evaluates again or calls actions with them.
+    event_fns: a function or a list of functions that are called with each event of the run, a `runtime.Event`, in every
+      process; the lead process also writes it to `model_dir/events.jsonl`. Training waits for them, so they should
+      return at once. Their exceptions do not end the run.
+    dry_run: print the plan of the run without training.
 
   Raises:
     ConfigError: options are out of range or contradict each other.
   """
 
-  num_prefetched_batches: int
-  num_retries: int
-  concurrent_metrics: bool
   checkpoint_cfg: checkpoints.CheckpointConfig
   total_steps: int | None
   eval_period: int | None
-  relative_steps: int | None
-  stats_period: int | None
-  summarize_config_fn: Callable[[str, Any, int], None] | None
-  actions: Mapping[str | ActionMode, Sequence[actions_lib.BaseAction]] | None
-  run_eval_before_training: bool
-  use_orbax: bool
-  gc_period: int
-  max_batch_seconds: float | None
-  max_step_seconds: float | Literal['auto'] | None
-  max_evaluation_seconds: float | None
-  max_saving_seconds: float | None
-  warn_every_seconds: float | None
-  max_store_seconds: float
-  spool_dir: str | None
-  profile_steps: Sequence[int] | runtime.ProfileConfig | None
-  log_cfg: LogConfig
-  infer_eval_period: int | None
-  event_fns: Callable[[runtime.Event], None] | Sequence[Callable[[runtime.Event], None]] | None
-  dry_run: bool
-  actions_by_mode: Mapping[ActionMode, Sequence[actions_lib.BaseAction]] = dataclasses.field(
-    init=False
+  relative_steps: int | None = None
+  stats_period: int | None = None
+  summarize_config_fn: Callable[[str, Any, int], None] | None = None
+  actions: Mapping[str | ActionMode, Sequence[actions_lib.BaseAction]] | None = None
+  run_eval_before_training: bool = False
+  use_orbax: bool = True
+  gc_period: int = 0
+  num_prefetched_batches: int = 2
+  num_retries: int = 3
+  max_batch_seconds: float | None = None
+  max_step_seconds: float | Literal['auto'] | None = 'auto'
+  max_evaluation_seconds: float | None = None
+  max_saving_seconds: float | None = None
+  warn_every_seconds: float | None = None
+  max_store_seconds: float = 300.0
+  spool_dir: str | None = None
+  profile_steps: Sequence[int] | runtime.ProfileConfig | None = None
+  log_cfg: LogConfig = LogConfig()
+  infer_eval_period: int | None = None
+  concurrent_metrics: bool = True
+  event_fns: Callable[[runtime.Event], None] | Sequence[Callable[[runtime.Event], None]] | None = (
+    None
   )
-  event_hooks: Sequence[Callable[[runtime.Event], None]] = dataclasses.field(init=False)
+  dry_run: bool = False
 
   def __post_init__(self):
     super().__post_init__()
@@ -113,11 +154,19 @@ class TrainConfig(RunConfig):
       event_fns=_EVENT_FNS,
       max_store_seconds=checks.number(above=0),
     )
-    event_hooks = self.event_fns or ()
-    if callable(event_hooks):
-      event_hooks = (event_hooks,)
-    object.__setattr__(self, 'event_hooks', tuple(event_hooks))
-    object.__setattr__(self, 'actions_by_mode', actions_lib.resolve_actions(self.actions))
+    actions_lib.resolve_actions(self.actions)  # raises for invalid ones
+
+  @functools.cached_property
+  def actions_by_mode(self) -> Mapping[ActionMode, Sequence[actions_lib.BaseAction]]:
+    """`actions`, by `ActionMode`."""
+    return actions_lib.resolve_actions(self.actions)
+
+  @property
+  def event_hooks(self) -> tuple[Callable[[runtime.Event], None], ...]:
+    """`event_fns` as a tuple."""
+    if callable(self.event_fns):
+      return (self.event_fns,)
+    return tuple(self.event_fns or ())
 
   def without_missing_evaluations(self, names: Collection[str]) -> Self:
     """Return the configuration without the evaluations of the short form that are not in `names`.

@@ -7,6 +7,7 @@ from typing import Any
 
 from t5x_lite import checks
 from t5x_lite import files
+from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.errors import ConfigError, ExitCode
 from t5x_lite.formatting import show
 
@@ -112,24 +113,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
 
 
-def run_command(arguments: argparse.Namespace) -> int:
+def run_command(invocation: Invocation) -> int:
   """Run the command and return its exit status."""
-  kinds = {name: getattr(arguments, name) for name in ('text', 'json_lines', 'corpus', 'from_task')}
+  flags = invocation.flags
+  kinds = {name: getattr(flags, name) for name in ('text', 'json_lines', 'corpus', 'from_task')}
   given = [f'--{name}' for name, value in kinds.items() if value]
-  num_pieces: int | None = arguments.vocab_size
+  num_pieces: int | None = flags.vocab_size
   problem = ''
   if not given:
-    problem = _problem_without_training(arguments)
+    problem = _problem_without_training(flags)
   elif len(given) > 1:
     problem = f'{" and ".join(given)} cannot be combined. Choose one kind of text to train on.'
   elif num_pieces is None:
     problem = f'{given[0]} requires --vocab_size, the number of pieces, e.g. --vocab_size=900.'
   if problem:
     raise ConfigError(problem)
-  lengths = _literal(arguments.task_feature_lengths)
+  lengths = _literal(flags.task_feature_lengths)
   checks.check(
     '',
-    {'--max_examples': arguments.max_examples, '--task_feature_lengths': lengths},
+    {'--max_examples': flags.max_examples, '--task_feature_lengths': lengths},
     **{
       '--max_examples': checks.number(at_least=1, integer=True),
       '--task_feature_lengths': checks.instance(
@@ -138,83 +140,78 @@ def run_command(arguments: argparse.Namespace) -> int:
     },
   )
   from t5x_lite import data
-  from t5x_lite.apps.vocab import check as vocab_check
   from t5x_lite.apps.vocab import run as vocab
 
   def task_texts(name, max_examples):
     cfg = data.DatasetConfig(
       name,
       lengths,
-      arguments.split,
+      flags.split,
       batch_size=1,
       shuffle=False,
       seed=0,
-      module=arguments.module,
-      source=arguments.source,
+      module=flags.module,
+      source=flags.source,
     )
     return data.read_task_texts(cfg, max_examples)
 
   # Read before the training, which may take long.
-  texts = {name: task_texts(name, arguments.max_examples) for name in arguments.task}
+  texts = {name: task_texts(name, flags.max_examples) for name in flags.task}
   if given:
     (named,) = filter(None, kinds.values())
     names = [named] if isinstance(named, str) else named
     trained = vocab.train_vocabulary(
-      _lines(arguments, task_texts),
-      arguments.model,
-      vocab_size=arguments.vocab_size,
-      extra_ids=arguments.extra_ids,
-      byte_fallback=arguments.byte_fallback,
-      character_coverage=arguments.character_coverage,
-      max_lines=arguments.max_lines,
+      _lines(flags, task_texts),
+      flags.model,
+      vocab_size=flags.vocab_size,
+      extra_ids=flags.extra_ids,
+      byte_fallback=flags.byte_fallback,
+      character_coverage=flags.character_coverage,
+      max_lines=flags.max_lines,
       sources=[f'{given[0]} {name}' for name in names],
-      overwrite=arguments.overwrite,
+      overwrite=flags.overwrite,
     )
     show(vocab.describe_training(trained))
-  vocabulary = data.SentencePieceVocabulary(arguments.model, arguments.extra_ids)
+  vocabulary = data.SentencePieceVocabulary(flags.model, flags.extra_ids)
   for number, (name, by_feature) in enumerate(texts.items()):
     coverage = {
-      feature: vocab_check.check_vocabulary(vocabulary, found, lengths[feature])
+      feature: vocab.check_vocabulary(vocabulary, found, lengths[feature])
       for feature, found in by_feature.items()
     }
-    title = f'{name}, {arguments.split}, in {vocabulary.vocab_size:,} ids'
-    show(('\n' if given or number else '') + vocab_check.describe_coverage(title, coverage))
+    title = f'{name}, {flags.split}, in {vocabulary.vocab_size:,} ids'
+    show(('\n' if given or number else '') + vocab.describe_coverage(title, coverage))
   return ExitCode.OK
 
 
-def _lines(
-  arguments: argparse.Namespace, task_texts: Callable[..., dict[str, list[str]]]
-) -> Iterable[str]:
+def _lines(flags: Any, task_texts: Callable[..., dict[str, list[str]]]) -> Iterable[str]:
   """Return the lines to train on."""
   from t5x_lite.apps.vocab import run as vocab
 
-  if arguments.text:
-    return vocab.text_lines(arguments.text)
-  if arguments.json_lines:
-    return vocab.json_lines(arguments.json_lines, arguments.key)
-  if arguments.corpus:
-    return vocab.corpus_lines(arguments.corpus, arguments.split)
-  of_task = task_texts(arguments.from_task, None)
+  if flags.text:
+    return vocab.text_lines(flags.text)
+  if flags.json_lines:
+    return vocab.json_lines(flags.json_lines, flags.key)
+  if flags.corpus:
+    return vocab.corpus_lines(flags.corpus, flags.split)
+  of_task = task_texts(flags.from_task, None)
   return (line for group in of_task.values() for text in group for line in text.splitlines())
 
 
-def _problem_without_training(arguments: argparse.Namespace) -> str:
+def _problem_without_training(flags: Any) -> str:
   """Return why the flags are invalid without text to train on, or ''."""
   for name in ('vocab_size', 'max_lines', 'byte_fallback', 'overwrite'):
-    if getattr(arguments, name):
+    if getattr(flags, name):
       return (
         f'--{name} requires text to train on: --text, --json_lines, --corpus or --from_task. Add one of them, or '
         f'remove --{name} to check MODEL.'
       )
-  if not files.path(arguments.model).is_file():
+  if not files.path(flags.model).is_file():
     return (
-      f'The file {arguments.model!r} does not exist. To train it, pass --text, --json_lines, --corpus or '
+      f'The file {flags.model!r} does not exist. To train it, pass --text, --json_lines, --corpus or '
       '--from_task, and --vocab_size.'
     )
-  if not arguments.task:
-    return (
-      f'--task is missing: pass a task to check {arguments.model} against, or text to train on.'
-    )
+  if not flags.task:
+    return f'--task is missing: pass a task to check {flags.model} against, or text to train on.'
   return ''
 
 

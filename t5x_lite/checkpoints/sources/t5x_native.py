@@ -19,8 +19,8 @@ from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import multihost
 from t5x_lite import untrusted
+from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import discovery
-from t5x_lite.checkpoints import store_io
 from t5x_lite.checkpoints.sources import base
 from t5x_lite.checkpoints.sources import t5x_index
 from t5x_lite.formatting import printable
@@ -53,7 +53,7 @@ class T5xNativeSource(base.StateSource):
   def __init__(self, path: str | os.PathLike[str]):
     super().__init__(path)
     self._root = files.path(path).absolute()
-    self._context = store_io.context_of(self._root)
+    self._context = array_io.context_of(self._root)
     self._problems: dict[str, str | None] = {}
     self._entries = t5x_index.read(self._root)
     self._shapes = {
@@ -101,7 +101,7 @@ class T5xNativeSource(base.StateSource):
 
     spec = {
       'driver': 'zarr',
-      'kvstore': store_io.kvstore(self._root / entry.folder),
+      'kvstore': array_io.kvstore(self._root / entry.folder),
       'fill_missing_data_reads': False,
     }
     problem = self._problem(entry)
@@ -203,7 +203,7 @@ class T5xNativeWriter:
     self._final = files.path(path).absolute()
     discovery.check_free(self._final)
     self._is_remote = files.is_remote(self._final)
-    self._context = store_io.context_of(self._final)
+    self._context = array_io.context_of(self._final)
     self._root = self._final
     if not self._is_remote:
       name = f'{self._final.name}{discovery.WRITING_INFIX}{uuid.uuid4().hex[:8]}'
@@ -247,7 +247,7 @@ class T5xNativeWriter:
       'driver': 'zarr',
       'dtype': array.dtype.name,
       'store_data_equal_to_fill_value': True,
-      'kvstore': store_io.kvstore(self._root / folder),
+      'kvstore': array_io.kvstore(self._root / folder),
       'metadata': {'shape': array.shape, 'chunks': self._chunks[name], 'compressor': _COMPRESSOR},
     }
     import tensorstore  # see T5xNativeSource.read_array

@@ -3,8 +3,8 @@
 An optax state is a nest of named tuples. The shapes of its arrays tell their axes (`kinds.derive_inferred`): a copy
 of a parameter, or a part of one, has the axes of the parameter, a scalar has none. Only states that shapes do not
 describe have rules: random keys and short tables, of which every device has a copy, results of users' functions, and
-the statistics in `reduced`. `rules_optax` is the table of optax's; `OptaxStatePartitionRules.register` adds a user's,
-with a function or with kinds of fields:
+statistics with fewer or more dims. `rules_optax` is the table of optax's; `OptaxStatePartitionRules.register` adds a
+user's, with a function or with kinds of fields:
 
 * `inferred`, the default: by the shapes of the arrays;
 * `params`: a tree like the parameters, with the parameters' axes;

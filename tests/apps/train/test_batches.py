@@ -446,9 +446,10 @@ class _Scripted:
     return {'batch': self.now}
 
 
-def _train_batches(source, **kwargs):
+def _train_batches(source, *, clock=time.monotonic, on_wait=lambda: None, **kwargs):
+  waits = waiting.DataWaits(runtime.StopSignals(), clock=clock, on_wait=on_wait)
   return train_batches.TrainBatches(
-    source, should_stop=lambda: False, facts={}, first_step=0, **kwargs
+    source, should_stop=lambda: False, facts={}, first_step=0, waits=waits, **kwargs
   )
 
 

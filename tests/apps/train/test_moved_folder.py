@@ -19,7 +19,7 @@ from tests.apps.train import toy_run
 
 _ROOT = pathlib.Path(__file__).parents[3]
 _SCRIPT = """
-import json, os, pathlib, resource, sys, threading
+import json, os, pathlib, resource, shutil, sys, threading
 from t5x_lite.actions import BaseAction
 from t5x_lite.errors import T5xLiteError
 from tests.apps.train import toy_run
@@ -27,6 +27,7 @@ from tests.apps.train import toy_run
 root, model_dir, faults, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), json.loads(sys.argv[4])
 os.chdir(root)
 held = []
+limits = []
 
 def rename(old, new):
   os.rename(old, new)
@@ -35,12 +36,19 @@ def replace_by_file(folder):
   os.rename(folder, folder + '_moved')
   pathlib.Path(folder).touch()
 
+def delete(folder):
+  shutil.rmtree(folder)
+
+def make(folder):
+  os.mkdir(folder)
+
 def switch(link, target):
   os.symlink(target, 'new_link')
   os.rename('new_link', link)
 
 def use_all_files():
-  _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  limits.append(resource.getrlimit(resource.RLIMIT_NOFILE))
+  _, hard = limits[0]
   resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir('/proc/self/fd'))) + 8, hard))
   try:
     while True:
@@ -51,6 +59,7 @@ def use_all_files():
 def free_files():
   while held:
     os.close(held.pop())
+  resource.setrlimit(resource.RLIMIT_NOFILE, limits.pop())
 
 class Fault(BaseAction):
   def run(self, train_state, metrics_by_task):
@@ -134,11 +143,37 @@ def test_a_directory_that_stays_away_ends_the_run_with_the_lost_steps(tmp_path):
 
 
 def test_a_last_save_that_no_folder_takes_names_the_lost_steps(tmp_path):
-  faults = [(11, 'rename', 'run', 'away'), (11, 'rename', 'spool', 'spool_away')]
+  faults = [(11, 'rename', 'run', 'away'), (11, 'replace_by_file', 'spool')]
   output = _run(
     tmp_path, 'run', faults, ExitCode.SAVE_FAILED, total_steps=12, spool_dir=f'{tmp_path}/spool'
   )
   assert 'The last save of the run failed' in output and 'steps 10 to 12 are lost' in output
+
+
+def test_a_spool_folder_that_is_moved_is_made_again(tmp_path):
+  faults = [(4, 'rename', 'spool', 'moved'), (8, 'rename', 'run', 'away')]
+  output = _run(
+    tmp_path, 'run', faults, ExitCode.SAVE_FAILED, total_steps=12, spool_dir=f'{tmp_path}/spool'
+  )
+  assert 'step 6 could not be written' not in output and 'continues from step 12.' in output, output
+  assert list((tmp_path / 'spool').glob('*/checkpoint_12'))
+
+
+@pytest.mark.parametrize(
+  'faults',
+  [
+    [(8, 'delete', 'run')],
+    [(8, 'delete', 'run'), (8, 'make', 'run')],
+    [
+      (8, 'delete', 'run/checkpoint_3'),
+      (8, 'delete', 'run/checkpoint_6'),
+      (8, 'replace_by_file', 'run/train'),
+    ],
+  ],
+)
+def test_steps_of_deleted_checkpoints_are_lost(tmp_path, faults):
+  output = _run(tmp_path, 'run', faults, ExitCode.SAVE_FAILED, total_steps=40)
+  assert 'it continues from step 0; steps 1 to 1' in output, output
 
 
 def test_a_file_in_place_of_a_folder_below_is_named(tmp_path):

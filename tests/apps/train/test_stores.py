@@ -146,27 +146,46 @@ def test_two_processes_write_below_one_prefix(store, tmp_path):
   )
 
 
-def test_a_signal_while_a_save_is_repeated(s3_store, tmp_path):
-  """The run waits for a save that the store does not take; a signal brings the newest state to the spool folder."""
+_JOINED = """
+import sys
+from t5x_lite import runtime
+runtime.join(runtime.ClusterConfig())
+from tests.apps.train import toy_run
+toy_run.main()
+"""
+
+
+@pytest.mark.parametrize(
+  'fault, num_processes',
+  [('unreachable', 1), ('silent', 1), pytest.param('silent', 2, marks=pytest.mark.full)],
+)
+def test_a_signal_while_a_save_is_repeated(s3_store, tmp_path, fault, num_processes):
+  """The run waits for a save that the store does not take; a signal brings the newest state to the spool folder.
+
+  The previous save of a store that is unreachable ends soon after the signal, that of a silent one after minutes.
+  """
+  period = {1: 500, 2: 10}[num_processes]
   options = {
-    'save': {'period': 500},
-    'stats_period': 500,
+    'save': {'period': period},
+    'stats_period': period,
     'eval_period': 10000,
     'train_eval_dataset_cfg': None,
     'infer_eval_dataset_cfg': None,
     'spool_dir': str(tmp_path),
   }
+  command = [sys.executable, '-m', 'tests.apps.train.toy_run']
+  if num_processes > 1:
+    launch = ['t5x_lite', 'launch', '-n', str(num_processes), '--devices_per_process=2', '--']
+    command = [sys.executable, '-m', *launch, sys.executable, '-c', _JOINED]
   process = subprocess.Popen(
     [
-      sys.executable,
-      '-m',
-      'tests.apps.train.toy_run',
+      *command,
       s3_store.root,
       'total_steps=1000000',
       *(f'{name}={value!r}' for name, value in options.items()),
     ],
     cwd=_ROOT,
-    env={**os.environ, **s3_store.env},
+    env={**os.environ, **s3_store.env, 'PYTHONPATH': str(_ROOT), 'JAX_PLATFORMS': 'cpu'},
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
     text=True,
@@ -174,7 +193,7 @@ def test_a_signal_while_a_save_is_repeated(s3_store, tmp_path):
   try:
     while 'Saved checkpoint_' not in (line := process.stdout.readline()):
       assert line
-    with s3_store.proxy.fault(unreachable=True):
+    with s3_store.proxy.fault(**{fault: True}):
       while 'Waiting for the previous save' not in (line := process.stdout.readline()):
         assert line
       step = int(line.split('step ')[1].split()[0].replace(',', ''))
@@ -184,6 +203,9 @@ def test_a_signal_while_a_save_is_repeated(s3_store, tmp_path):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.1)
   finally:
+    for _ in range(num_processes):  # The second one ends the processes of `launch`.
+      process.send_signal(signal.SIGTERM)
+      time.sleep(1.1)
     process.kill()
     process.communicate()
 

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 
-from t5x_lite.checkpoints.hugging_face.tensor_writer import SafetensorsWriter
+from t5x_lite.checkpoints.hugging_face.tensor_files import SafetensorsWriter
 
 DTYPES = ('float32', 'float16', 'float64', ml_dtypes.bfloat16)
 

@@ -223,7 +223,7 @@ def list_complete(root: files.Path, state: files.Path) -> list[str]:
     state: folder of the arrays below it.
 
   Raises:
-    CheckpointError: for `object_store.retry_seconds()` the listing lacked a file that the database names.
+    CheckpointError: for `object_store.retry_seconds(root)` the listing lacked a file that the database names.
   """
   from t5x_lite import object_store
 
@@ -231,7 +231,7 @@ def list_complete(root: files.Path, state: files.Path) -> list[str]:
   folder = state.relative_to(root)
   names = (_INDEX, _DATABASE, *_files_of_database(state))
   needed = {f'{folder}/{name}' for name in names}
-  deadline = time.monotonic() + object_store.retry_seconds()
+  deadline = time.monotonic() + object_store.retry_seconds(root)
   pause = 0.5
   while True:
     found = root.find()
@@ -568,7 +568,7 @@ def context_of(directory: files.Path) -> Any:
     return tensorstore.Context()
   from t5x_lite import object_store
 
-  return tensorstore.Context(object_store.kvstore_context())
+  return tensorstore.Context(object_store.kvstore_context(directory))
 
 
 class _explained:

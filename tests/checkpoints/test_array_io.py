@@ -11,10 +11,10 @@ from t5x_lite import checkpoints
 from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import object_store
+from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import manifest
 from t5x_lite.checkpoints import state_io
-from t5x_lite.checkpoints import store_io
 from t5x_lite.checkpoints import streaming
 
 _SAVE = checkpoints.SaveCheckpointConfig(keep=2)
@@ -115,7 +115,7 @@ def test_orbax_arrays_in_folders_are_read(s3_store, tmp_path):
   ],
 )
 def test_chunks_are_halves_of_a_limited_size(shape, dtype, chunk):
-  assert store_io._halved(shape, np.dtype(dtype)) == chunk
+  assert array_io._halved(shape, np.dtype(dtype)) == chunk
 
 
 def test_a_listing_that_is_behind(s3_store, monkeypatch):
@@ -131,7 +131,7 @@ def test_a_listing_that_is_behind(s3_store, monkeypatch):
       if name.startswith('checkpoint_5/')
     }
     assert names == written - {'manifest.json'}
-    monkeypatch.setattr(object_store, '_retry_seconds', 0.5)
+    monkeypatch.setattr(object_store, 'RETRY_SECONDS', 0.5)
     with s3_store.proxy.fault(listing_lag=60.0):
       manager.save(6, state)
       with pytest.raises(errors.SaveError, match="lacks 'state/"):
@@ -218,7 +218,7 @@ def test_each_attempt_has_separate_folders(s3_store):
 def test_errors_of_a_disk_name_the_path_that_the_user_knows(tmp_path):
   directory = tmp_path / 'state'
   directory.write_text('in the way of the folder', encoding='utf-8')
-  parts = store_io.host_parts({'target/w': np.ones(3, np.float32)})
+  parts = array_io.host_parts({'target/w': np.ones(3, np.float32)})
   with pytest.raises(OSError, match=re.escape(str(tmp_path))) as caught:
-    store_io.write_parts(directory, parts)
+    array_io.write_parts(directory, parts)
   assert '/proc/' not in str(caught.value)

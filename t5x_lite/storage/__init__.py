@@ -1,0 +1,1 @@
+"""Storage of runs: the folders that this process has open."""
