@@ -722,14 +722,13 @@ def test_an_error_of_the_data_ends_a_run_with_its_own_status():
     with batches:
       stopping = _train_batches(batches)
       assert next(stopping, None) is None
-    report = cli_errors.report(stopping.error, [os.path.dirname(data.__path__[0])])
-    statuses.append(report.exit_code)
+    own_paths = [os.path.dirname(data.__path__[0])]
+    ending = cli_errors.ending(stopping.error, name='t5x_lite', own_paths=own_paths, argv=[])
+    statuses.append(ending.status)
   assert statuses == [2, 2, 4, 1, 2]
   # The source is at fault, and its frames are shown.
-  assert (
-    report.message.startswith('error: The training data could not be read')
-    and 'in __call__' in report.message
-  )
+  assert ending.text.startswith('t5x_lite: error: The training data could not be read')
+  assert 'in __call__' in ending.text
 
 
 def test_a_run_whose_source_raises_once_is_the_undisturbed_run(whole, tmp_path, delays):
