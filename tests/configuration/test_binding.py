@@ -171,3 +171,8 @@ def test_functions_that_users_decorate_are_bound_without_dynamic_registration(
   import decorated_module
 
   assert decorated_module.decorated() == 6
+
+
+def test_of_several_imports_of_a_module_the_first_is_recorded():
+  lines = [line for line in cases.load().text.splitlines() if 'import gin_program' in line]
+  assert lines == ['from tests.configuration import gin_program as script']
