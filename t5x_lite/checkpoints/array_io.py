@@ -64,17 +64,37 @@ class HostParts:
 
 
 def host_parts(flat_state: Mapping[str, jax.Array | np.ndarray]) -> HostParts:
-  """Return what this process writes of a state, whose arrays on devices are copied to the host."""
-  for leaf in flat_state.values():
-    for shard in _own_shards(leaf) if isinstance(leaf, jax.Array) else ():
-      shard.data.copy_to_host_async()  # all at a time
-  return HostParts(
-    arrays={
-      name: (tuple(leaf.shape), np.dtype(leaf.dtype), _chunk_shape(leaf))
-      for name, leaf in flat_state.items()
-    },
-    parts={name: _own_parts(leaf) for name, leaf in flat_state.items()},
-  )
+  """Return copies, in host memory, of what this process writes of a state.
+
+  The buffers of the state may be donated to the next training step while the copies are written.
+  """
+  copies = {name: _begin_copies(leaf) for name, leaf in flat_state.items()}  # all in parallel
+  jax.block_until_ready(copies)
+  arrays = {}
+  parts = {}
+  for name, leaf in flat_state.items():
+    arrays[name] = (tuple(leaf.shape), np.dtype(leaf.dtype), _chunk_shape(leaf))
+    parts[name] = [(index, np.asarray(copy)) for index, copy in copies[name]]
+  return HostParts(arrays, parts)
+
+
+def _begin_copies(leaf: jax.Array | np.ndarray) -> list[tuple[Any, jax.Array | np.ndarray]]:
+  """Return (index, copy) of the parts of an array that this process writes, one of each replicated part."""
+  if not isinstance(leaf, jax.Array):
+    if jax.process_index() == 0:
+      return [((), np.array(leaf))]
+    return []
+  copies = []
+  for shard in leaf.addressable_shards:
+    if shard.replica_id:
+      continue
+    if shard.device.platform == 'cpu':
+      copy = jax.device_put(shard.data, shard.data.sharding, may_alias=False)
+    else:
+      copy = shard.data
+      copy.copy_to_host_async()
+    copies.append((shard.index, copy))
+  return copies
 
 
 def write_parts(directory: files.Path, state: HostParts) -> None:
@@ -408,19 +428,6 @@ class _Read:
     return jax.make_array_from_callback(
       self._shape, self._sharding, lambda index: values[str(index)]
     )
-
-
-def _own_parts(leaf: jax.Array | np.ndarray) -> list[tuple[Any, np.ndarray]]:
-  """Return (index, values on the host) of the parts of an array that this process writes."""
-  if not isinstance(leaf, jax.Array):
-    if jax.process_index() == 0:
-      return [((), leaf)]
-    return []
-  return [(shard.index, np.asarray(shard.data)) for shard in _own_shards(leaf)]
-
-
-def _own_shards(leaf: jax.Array) -> list[Any]:
-  return [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
 
 
 def _chunk_shape(leaf: jax.Array | np.ndarray) -> tuple[int, ...]:

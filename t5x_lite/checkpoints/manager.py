@@ -452,7 +452,7 @@ class CheckpointManager:
     # Arrays without elements are not stored; the manifest has their shapes.
     flat = {name: leaf for name, leaf in flat.items() if 0 not in leaf.shape}
     try:
-      parts = array_io.host_parts(state_io.snapshot(flat))
+      parts = array_io.host_parts(flat)
     except Exception as e:
       raise self._save_error(step, e) from e
     return process_save.ProcessSave(

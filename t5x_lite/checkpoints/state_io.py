@@ -1,4 +1,4 @@
-"""Reading arrays with Orbax, and copies of a state for a save; other modules get Orbax from `orbax()`.
+"""Reading arrays with Orbax; other modules get Orbax from `orbax()`.
 
 A state is a flat dict, '/'-joined name -> array. On disk it is an Orbax PyTree of nested dicts (OCDBT, zarr 3), which
 any program with Orbax can read.
@@ -36,7 +36,7 @@ _REMEDY = 'Copy the checkpoint again, or restore another one.'
 
 
 class _QuietOrbax(py_logging.Filter):
-  """Filter that drops log records of Orbax: many lines per save and restore, and tracebacks of all threads.
+  """Filter that drops log records of Orbax: many lines per restore, and errors of reads that run at the same time.
 
   Errors of Orbax are raised by the failing call and reported in one message.
   """
@@ -46,7 +46,7 @@ class _QuietOrbax(py_logging.Filter):
     if record.exc_info and record.exc_info[2] is not None:  # logged by the threading module
       paths += [frame.filename for frame in traceback.extract_tb(record.exc_info[2])]
     if record.name == 'asyncio' and record.exc_info and 'OCDBT' in str(record.exc_info[1]):
-      return False  # Orbax raises the first error of several writes of TensorStore, and never asks for the others.
+      return False  # Orbax raises the first error of several reads of TensorStore, and never asks for the others.
     return not any(f'{os.sep}orbax{os.sep}' in file for file in paths)
 
 
@@ -62,7 +62,7 @@ def orbax():
 
 
 def _report_unraisable(report_fn: Callable[[Any], None], unraisable: Any) -> None:
-  """Report an error of a callback, except TensorStore's error about an event loop that a failed save has closed."""
+  """Report an error of a callback, except TensorStore's error about an event loop that a failed read has closed."""
   error = unraisable.exc_value
   if (
     unraisable.object is not None
@@ -77,46 +77,6 @@ def barrier(name: str) -> None:
   if jax.process_count() > 1:
     ocp = orbax()
     ocp.multihost.get_barrier_sync_fn()(key=name, timeout_ms=_BARRIER_TIMEOUT_SECONDS * 1000)
-
-
-def is_on_host(leaf: Any) -> bool:
-  """Return True if an array is in host memory: a NumPy array or an array on CPU devices."""
-  return not isinstance(leaf, jax.Array) or next(iter(leaf.sharding.device_set)).platform == 'cpu'
-
-
-def snapshot(flat_state: Mapping[str, Any]) -> dict[str, jax.Array | np.ndarray]:
-  """Return the state with copies of the arrays in host memory.
-
-  The buffers of the state may be donated to the next training step while the copies are written. Arrays on other
-  devices are not copied here, but by `array_io.host_parts`.
-
-  Args:
-    flat_state: name -> array or number.
-
-  Returns:
-    name -> array, of the same shape and dtype; a NumPy array if it is not sharded and there is one process.
-  """
-  # One copy of a replicated array instead of one for each device.
-  becomes_numpy = set()
-  if jax.process_count() == 1:
-    for name, leaf in flat_state.items():
-      if isinstance(leaf, jax.Array) and is_on_host(leaf) and leaf.is_fully_replicated:
-        becomes_numpy.add(name)
-  result: dict[str, jax.Array | np.ndarray] = {}
-  for name, leaf in flat_state.items():
-    if not isinstance(leaf, jax.Array):
-      result[name] = np.array(leaf)
-    elif not is_on_host(leaf):
-      result[name] = leaf
-    else:
-      if name in becomes_numpy:
-        leaf = leaf.addressable_data(0)
-      # Copies of all arrays in parallel.
-      result[name] = jax.device_put(leaf, leaf.sharding, may_alias=False)
-  jax.block_until_ready(result)
-  for name in becomes_numpy:
-    result[name] = np.asarray(result[name])
-  return result
 
 
 def state_dir(checkpoint_dir: files.PathLike) -> files.Path:

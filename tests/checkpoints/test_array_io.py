@@ -222,3 +222,33 @@ def test_errors_of_a_disk_name_the_path_that_the_user_knows(tmp_path):
   with pytest.raises(OSError, match=re.escape(str(tmp_path))) as caught:
     array_io.write_parts(directory, parts)
   assert '/proc/' not in str(caught.value)
+
+
+def test_copies_of_a_state_share_no_memory_and_replicas_are_copied_once():
+  mesh = jax.make_mesh((8,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
+  values = np.arange(32, dtype=np.float32).reshape(8, 4)
+  state = {
+    'replicated': jax.device_put(values, jax.NamedSharding(mesh, jax.P())),
+    'sharded': jax.device_put(values, jax.NamedSharding(mesh, jax.P('data'))),
+    'single': jnp.asarray(values),
+    'numpy': values.copy(),
+    'bfloat16': jnp.asarray(values, jnp.bfloat16),
+  }
+  found = array_io.host_parts(state)
+  for name, parts in found.parts.items():
+    assert len(parts) == (8 if name == 'sharded' else 1)
+    assert found.arrays[name] == ((8, 4), state[name].dtype, parts[0][1].shape)
+  state['numpy'][:] = 0
+  pointers = {
+    shard.data.unsafe_buffer_pointer()
+    for leaf in state.values()
+    if isinstance(leaf, jax.Array)
+    for shard in leaf.addressable_shards
+  }
+  jax.tree.map(lambda leaf: leaf.delete(), {**state, 'numpy': None})
+  for name, parts in found.parts.items():
+    copied = np.zeros((8, 4), np.float32)
+    for index, part in parts:
+      assert isinstance(part, np.ndarray) and part.ctypes.data not in pointers
+      copied[index] = part
+    np.testing.assert_array_equal(copied, values, err_msg=name)

@@ -195,10 +195,11 @@ MUTANTS = (
   ),
   Mutant(
     'snapshots_share_memory_with_the_state',
-    't5x_lite/checkpoints/state_io.py',
-    'jax.device_put(leaf, leaf.sharding, may_alias=False)',
-    'leaf',
-    'tests/checkpoints/test_state_io.py::test_a_snapshot_shares_no_memory_and_copies_replicas_once',
+    't5x_lite/checkpoints/array_io.py',
+    'jax.device_put(shard.data, shard.data.sharding, may_alias=False)',
+    'shard.data',
+    'tests/checkpoints/test_array_io.py::'
+    'test_copies_of_a_state_share_no_memory_and_replicas_are_copied_once',
   ),
   Mutant(
     'verification_compares_sizes_only',
