@@ -42,9 +42,9 @@ _CASES = {
 
 def _measure(arguments: list[str]) -> dict[str, float]:
   """Run a conversion in this process; return its seconds and bytes."""
-  from t5x_lite import cli
   from t5x_lite.apps.convert import report as convert_report  # Before the measurement.
   from t5x_lite.apps.convert import run as convert  # Before the measurement.
+  from t5x_lite.command_line import cli
 
   del convert, convert_report
   before = _resident()

@@ -42,9 +42,9 @@ def _rows(trainer, averaging_trainer, batch, folder: str) -> list[Row]:
   import jax.numpy as jnp
 
   from t5x_lite import runtime
-  from t5x_lite import summaries
   from t5x_lite.apps.train.step_log import LogConfig
   from t5x_lite.apps.train.step_log import StepLog
+  from t5x_lite.trainer import summaries
 
   batches = itertools.repeat(batch)
   silent, written = summaries.MetricsManager('train'), summaries.MetricsManager('train', folder)
@@ -110,10 +110,10 @@ def main() -> None:
 
   import jax
 
-  from t5x_lite import averaging
-  from t5x_lite import state_init
   from t5x_lite import trainer as trainer_lib
   from t5x_lite import tree_utils
+  from t5x_lite.trainer import averaging
+  from t5x_lite.trainer import state_init
 
   setup = common.t5_small(args)
   before = common.matmul_gflops()

@@ -27,11 +27,11 @@ def main() -> None:
   import jax
   import jax.numpy as jnp
 
-  from t5x_lite import non_finite
   from t5x_lite import runtime
-  from t5x_lite import train_step
   from t5x_lite import tree_utils
   from t5x_lite.optimizers import OptimizerState
+  from t5x_lite.trainer import non_finite
+  from t5x_lite.trainer import train_step
 
   before = common.matmul_gflops()
   setup = common.t5_small(args)

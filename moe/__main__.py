@@ -4,8 +4,8 @@ import sys
 
 import moe
 from moe.commands import COMMANDS
-from t5x_lite import cli
 from t5x_lite import runtime
+from t5x_lite.command_line import cli
 
 _EPILOG = """\
 commands (each has --help):

@@ -17,9 +17,9 @@ import numpy as np
 
 from t5x_lite import checks
 from t5x_lite import errors
-from t5x_lite import files
 from t5x_lite import tree_utils
-from t5x_lite import untrusted
+from t5x_lite.storage import files
+from t5x_lite.storage import untrusted
 from t5x_lite.types import Array
 
 # Collections of the layers that write, or read, routing decisions.

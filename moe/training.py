@@ -8,12 +8,12 @@ from moe.state_axes import match_fn
 from t5x_lite import checks
 from t5x_lite import models
 from t5x_lite import partitioning
-from t5x_lite import trainer
 from t5x_lite import tree_utils
-from t5x_lite import weight_metrics
 from t5x_lite.schedules import LearningRateCallable
-from t5x_lite.step_params import ParamNoise
 from t5x_lite.train_state import TrainState
+from t5x_lite.trainer import trainer
+from t5x_lite.trainer import weight_metrics
+from t5x_lite.trainer.step_params import ParamNoise
 from t5x_lite.types import Array, PyTree
 
 

@@ -12,7 +12,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from t5x_lite import cli  # noqa: E402  (the checkout comes first)
+from t5x_lite.command_line import cli  # noqa: E402  (the checkout comes first)
 
 if __name__ == '__main__':
   sys.argv.insert(1, 'eval')

@@ -2,7 +2,7 @@
 
 from typing import NoReturn
 
-from t5x_lite import cli
+from t5x_lite.command_line import cli
 
 
 def run() -> NoReturn:

@@ -19,17 +19,17 @@ import gin
 from gin import config as gin_config
 
 from t5x_lite import checks
-from t5x_lite import files
-from t5x_lite import masking
 from t5x_lite.compat import names as t5x_names
 from t5x_lite.configuration import binding as gin_apply
-from t5x_lite.configuration import checks as gin_check
 from t5x_lite.configuration import inheritance
+from t5x_lite.configuration import masking
 from t5x_lite.configuration import mesh_rules
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.configuration import table as gin_table
+from t5x_lite.configuration import validation as gin_check
 from t5x_lite.errors import ConfigError, T5xLiteError
 from t5x_lite.formatting import gin_flag
+from t5x_lite.storage import files
 
 # File of a run with its configuration.
 _CONFIG_FILE = 'config.gin'

@@ -252,7 +252,7 @@ def separate(metrics: Mapping[str, clu_metrics.Metric]) -> dict[str, clu_metrics
 class ArrayAverage(clu_metrics.Metric):
   """Elementwise mean of arrays of one shape by weights, such as the load of every expert.
 
-  Summaries write it as a list; see `t5x_lite.summaries`.
+  Summaries write it as a list; see `t5x_lite.trainer.summaries`.
 
   Attributes:
     total: float32 array, sum of the arrays times their weights so far.

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
-from t5x_lite import averaging
 from t5x_lite import layer_stacks
 from t5x_lite import tree_utils
 from t5x_lite.errors import CheckpointError, ConfigError
@@ -28,6 +27,7 @@ from t5x_lite.optimizers import match_logical_axes
 from t5x_lite.optimizers import restore_from_state_dict
 from t5x_lite.optimizers import to_state_dict
 from t5x_lite.optimizers import unnamed_axes
+from t5x_lite.trainer import averaging
 from t5x_lite.types import Array, LogicalAxes, Params, PyTree
 
 # T5X's name for "no mutable collections".

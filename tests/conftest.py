@@ -15,8 +15,8 @@ from gin import config as gin_config
 from packaging import version
 import pytest
 
-from t5x_lite import module_imports
 from t5x_lite import runtime
+from t5x_lite.configuration import module_imports
 from tests import stores
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')

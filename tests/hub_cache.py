@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from t5x_lite import hub
+from t5x_lite.storage import hub
 
 COMMIT = '0123456789abcdef0123456789abcdef01234567'
 

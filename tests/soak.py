@@ -114,8 +114,8 @@ def _child(model_dir: str, steps: int, fault: str, at: int, resources: str) -> N
     resources: file that gets the resources of the process; empty for none.
   """
   from t5x_lite import data
-  from t5x_lite.actions import BaseAction
   from t5x_lite.errors import T5xLiteError
+  from t5x_lite.trainer.actions import BaseAction
   from tests.apps.train import toy_run
 
   class FaultyData(data.HostIterator):
@@ -278,7 +278,7 @@ class _Process(contextlib.AbstractContextManager):
 
 
 def _newest_row(model_dir: pathlib.Path) -> int:
-  from t5x_lite import summaries
+  from t5x_lite.trainer import summaries
 
   path = model_dir / 'train/metrics.jsonl'
   with contextlib.suppress(OSError):  # not yet there, or away

@@ -661,8 +661,8 @@ def clear_client_caches() -> None:
   for protocol, filesystem in fsspec.registry.items():
     if protocol in ('gcs', 'gs', 's3'):
       filesystem.clear_instance_cache()
-  if 't5x_lite.object_store' in sys.modules:
-    from t5x_lite import object_store
+  if 't5x_lite.storage.object_store' in sys.modules:
+    from t5x_lite.storage import object_store
     from t5x_lite.storage import open_folders
 
     object_store.connection.cache_clear()

@@ -18,16 +18,16 @@ from t5x_lite import layer_stacks
 from t5x_lite import models
 from t5x_lite import optimizers
 from t5x_lite import partitioning
-from t5x_lite import state_init
-from t5x_lite import summaries
 from t5x_lite import train_state
 from t5x_lite import trainer as trainer_lib
 from t5x_lite import tree_utils
-from t5x_lite import weight_metrics
 from t5x_lite.data import vocabularies
 from t5x_lite.errors import ConfigError
 from t5x_lite.layer_stacks import LayerStacks
 from t5x_lite.networks import t5
+from t5x_lite.trainer import state_init
+from t5x_lite.trainer import summaries
+from t5x_lite.trainer import weight_metrics
 from tests.networks import network_cases
 from tests.optimizers.contract_rows import ROWS
 

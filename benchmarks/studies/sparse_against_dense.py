@@ -15,7 +15,7 @@ import subprocess
 import sys
 
 from t5x_lite import checkpoints
-from t5x_lite import summaries
+from t5x_lite.trainer import summaries
 
 _RECIPES = {'dense': 'recipes/keyword_cloze.gin', 'sparse': 'recipes/keyword_cloze_moe.gin'}
 _TASK = 'python_keyword_cloze'

@@ -125,7 +125,7 @@ def _run(invocation: Invocation) -> int:
   if arguments.json is not None:
     import json
 
-    from t5x_lite import files
+    from t5x_lite.storage import files
 
     text = json.dumps(capacity_plan.as_data(plan), indent=2)
     files.write(arguments.json, f'{text}\n', durable=False)
@@ -182,7 +182,7 @@ def _of_zipf(arguments):
 def _of_run(arguments):
   """Return the same as `_of_zipf`, for a run."""
   from moe.tools import report
-  from moe.tools.report import page
+  from moe.tools.report import html_page as page
 
   history = report.read(arguments.run, arguments.writer or 'train')
   steps = history.steps.tolist()

@@ -2,11 +2,11 @@
 
 import argparse
 
-from t5x_lite import files
 from t5x_lite.apps.common.flags import Command
 from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.errors import ExitCode
 from t5x_lite.formatting import show
+from t5x_lite.storage import files
 
 # Folder in the model directory, with one folder for each writer.
 _FOLDER = 'routing_report'

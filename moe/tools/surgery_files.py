@@ -12,11 +12,11 @@ import numpy as np
 from moe.tools import surgery
 from t5x_lite import checkpoints
 from t5x_lite import errors
-from t5x_lite import files
-from t5x_lite import summaries
 from t5x_lite import tree_utils
 from t5x_lite.checkpoints import discovery
 from t5x_lite.formatting import printable
+from t5x_lite.storage import files
+from t5x_lite.trainer import summaries
 
 _logger = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ import jax
 import numpy as np
 
 from t5x_lite import errors
-from t5x_lite import files
-from t5x_lite import plain_paths
-from t5x_lite import untrusted
+from t5x_lite.storage import files
+from t5x_lite.storage import plain_paths
+from t5x_lite.storage import untrusted
 
 _INDEX = '_METADATA'
 _DATABASE = 'manifest.ocdbt'
@@ -156,7 +156,7 @@ def _error_of(write: Any, directory: files.Path) -> BaseException | None:
   """Return the error of a finished write, or None; raise OSError in an outage of the store that is too long."""
   if not files.is_remote(directory):
     return write.exception()
-  from t5x_lite import object_store
+  from t5x_lite.storage import object_store
 
   while True:
     try:
@@ -245,7 +245,7 @@ def list_complete(root: files.Path, state: files.Path) -> list[str]:
   Raises:
     CheckpointError: for `object_store.retry_seconds(root)` the listing lacked a file that the database names.
   """
-  from t5x_lite import object_store
+  from t5x_lite.storage import object_store
 
   assert files.is_remote(root)
   folder = state.relative_to(root)
@@ -550,7 +550,7 @@ def kvstore(directory: files.Path) -> dict[str, Any]:
     # TensorStore rejects '..'.
     resolved = plain_paths.plain_path(os.path.realpath(directory))
     return {'driver': 'file', 'path': f'{resolved}/'}
-  from t5x_lite import object_store
+  from t5x_lite.storage import object_store
 
   return object_store.kvstore_spec(directory)
 
@@ -573,7 +573,7 @@ def context_of(directory: files.Path) -> Any:
 
   if not files.is_remote(directory):
     return tensorstore.Context()
-  from t5x_lite import object_store
+  from t5x_lite.storage import object_store
 
   return tensorstore.Context(object_store.kvstore_context(directory))
 

@@ -9,12 +9,12 @@ import os
 import numpy as np
 
 from t5x_lite import errors
-from t5x_lite import files
 from t5x_lite import multihost
 from t5x_lite.checkpoints import config
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import manifest
 from t5x_lite.checkpoints import sources
+from t5x_lite.storage import files
 
 _logger = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ import re
 
 from t5x_lite import checks
 from t5x_lite import errors
-from t5x_lite import files
-from t5x_lite import untrusted
+from t5x_lite.storage import files
+from t5x_lite.storage import untrusted
 
 _logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_lite import files
-from t5x_lite import untrusted
 from t5x_lite.checkpoints import discovery
+from t5x_lite.storage import files
+from t5x_lite.storage import untrusted
 
 _EVENT_FILES = 'events.out.tfevents.*'
 _MAX_BYTES = 2**31

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from t5x_lite import untrusted
 from t5x_lite.checkpoints import sources
 from t5x_lite.checkpoints import state_io
+from t5x_lite.storage import untrusted
 
 # Bytes of arrays that are in host memory at a time while they are read, computed and placed.
 _BATCH_BYTES = 2**28

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 import uuid
 
 from t5x_lite import errors
-from t5x_lite import files
 from t5x_lite.formatting import printable
+from t5x_lite.storage import files
 
 if TYPE_CHECKING:
-  from t5x_lite import object_store
+  from t5x_lite.storage import object_store
 
 _logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class Lease:
 
   def _take(self) -> bytes:
     """Write the object with the condition that it is missing or expired, and return its generation."""
-    from t5x_lite import object_store
+    from t5x_lite.storage import object_store
 
     seen = None
     since = 0.0
@@ -300,7 +300,7 @@ def _machine() -> str | None:
 def _open(folder: object_store.StorePath) -> Any:
   import tensorstore  # takes 0.1 s
 
-  from t5x_lite import object_store
+  from t5x_lite.storage import object_store
 
   # Few retries: the thread tries again anyway, and must notice that the lease is getting old.
   retries = {'max_retries': 3, 'initial_delay': '500ms', 'max_delay': '2s'}

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 
 from t5x_lite import errors
-from t5x_lite import files
 from t5x_lite import multihost
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import folders
 from t5x_lite.checkpoints.folders import base
+from t5x_lite.storage import files
 from t5x_lite.storage import open_folders
 
 # A network file system may show a new file only after its caches expire.

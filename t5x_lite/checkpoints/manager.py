@@ -24,7 +24,6 @@ import numpy as np
 
 from t5x_lite import checks
 from t5x_lite import errors
-from t5x_lite import files
 from t5x_lite import multihost
 from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import choice
@@ -41,6 +40,7 @@ from t5x_lite.checkpoints import spool as spool_lib
 from t5x_lite.checkpoints import state_io
 from t5x_lite.checkpoints import transforms
 from t5x_lite.checkpoints.folders import base as folders_base
+from t5x_lite.storage import files
 
 _logger = logging.getLogger(__name__)
 

@@ -25,12 +25,12 @@ import numpy as np
 
 from t5x_lite import __version__
 from t5x_lite import errors
-from t5x_lite import files
 from t5x_lite import multihost
-from t5x_lite import untrusted
 from t5x_lite.checkpoints import discovery
 from t5x_lite.formatting import printable
+from t5x_lite.storage import files
 from t5x_lite.storage import open_folders
+from t5x_lite.storage import untrusted
 
 FORMAT_VERSION = 1
 

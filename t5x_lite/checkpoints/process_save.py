@@ -11,13 +11,13 @@ from typing import Any
 import jax
 
 from t5x_lite import errors
-from t5x_lite import files
 from t5x_lite import multihost
 from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import restore
 from t5x_lite.checkpoints import spool
 from t5x_lite.checkpoints import state_io
 from t5x_lite.checkpoints.folders import base
+from t5x_lite.storage import files
 
 _logger = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from t5x_lite import checks
 from t5x_lite import errors
-from t5x_lite import files
 from t5x_lite import tree_utils
 from t5x_lite.checkpoints import config
 from t5x_lite.checkpoints import discovery
@@ -30,6 +29,7 @@ from t5x_lite.checkpoints.builders import chain
 from t5x_lite.formatting import first_names
 from t5x_lite.formatting import group_names
 from t5x_lite.networks.t5_config import StackConfig
+from t5x_lite.storage import files
 
 _logger = logging.getLogger(__name__)
 

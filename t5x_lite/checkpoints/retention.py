@@ -7,12 +7,12 @@ import json
 import logging
 
 from t5x_lite import errors
-from t5x_lite import files
-from t5x_lite import untrusted
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import folders
 from t5x_lite.checkpoints import manifest
 from t5x_lite.checkpoints import policies
+from t5x_lite.storage import files
+from t5x_lite.storage import untrusted
 
 _logger = logging.getLogger(__name__)
 

@@ -23,12 +23,12 @@ import jax
 
 from t5x_lite import checks
 from t5x_lite import errors
-from t5x_lite import files
 from t5x_lite import multihost
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import folders
 from t5x_lite.checkpoints import manifest
 from t5x_lite.checkpoints.folders import base
+from t5x_lite.storage import files
 
 _logger = logging.getLogger(__name__)
 

@@ -21,13 +21,13 @@ import jax
 import numpy as np
 
 from t5x_lite import errors
-from t5x_lite import files
-from t5x_lite import plain_paths
 from t5x_lite import tree_utils
-from t5x_lite import untrusted
 from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import manifest
+from t5x_lite.storage import files
+from t5x_lite.storage import plain_paths
+from t5x_lite.storage import untrusted
 
 _BARRIER_TIMEOUT_SECONDS = 1200
 # Orbax's index of the names of arrays.

@@ -13,13 +13,13 @@ import uuid
 import numpy as np
 
 from t5x_lite import errors
-from t5x_lite import files
 from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import folders
 from t5x_lite.checkpoints import lock
 from t5x_lite.checkpoints import manifest
 from t5x_lite.checkpoints.folders import base
+from t5x_lite.storage import files
 
 
 def write_checkpoint(

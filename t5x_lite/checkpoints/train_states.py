@@ -16,7 +16,6 @@ from jax import core
 import numpy as np
 
 from t5x_lite import checks
-from t5x_lite import files
 from t5x_lite import multihost
 from t5x_lite.checkpoints import choice
 from t5x_lite.checkpoints import config
@@ -28,6 +27,7 @@ from t5x_lite.checkpoints import sources
 from t5x_lite.checkpoints import transforms
 from t5x_lite.networks.t5_config import StackConfig
 from t5x_lite.partitioning import BasePartitioner
+from t5x_lite.storage import files
 from t5x_lite.train_state import TrainState
 from t5x_lite.types import PyTree
 

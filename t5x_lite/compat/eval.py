@@ -2,7 +2,7 @@
 
 import sys
 
-from t5x_lite import cli
+from t5x_lite.command_line import cli
 
 if __name__ == '__main__':
   sys.argv.insert(1, 'eval')

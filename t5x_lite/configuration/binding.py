@@ -6,12 +6,14 @@ private names of gin-config 0.5, the last release, are used.
 
 from collections.abc import Collection, Iterable, Sequence
 import copy
+import dataclasses
 import importlib
 import inspect
 import logging
 import pkgutil
 import re
 import sys
+import types
 from typing import Any
 
 import gin
@@ -19,13 +21,13 @@ from gin import config as gin_config
 from gin import config_parser
 
 import t5x_lite
-from t5x_lite import module_imports
 from t5x_lite.compat import names as t5x_names
 from t5x_lite.compat import views as t5x_views
-from t5x_lite.configuration import checks as gin_check
 from t5x_lite.configuration import inheritance
+from t5x_lite.configuration import module_imports
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.configuration import table as gin_table
+from t5x_lite.configuration import validation as gin_check
 from t5x_lite.configuration.table import Inherited
 from t5x_lite.configuration.table import Row
 from t5x_lite.configuration.table import Table
@@ -228,6 +230,7 @@ class _Names(gin_config.ParseContext):
     Raises:
       ConfigError: the module does not exist or is not supported in gin files.
     """
+    statement = _of_its_own_package(statement)
     module = statement.statement.module
     root = module.partition('.')[0]
     problem = ''
@@ -602,6 +605,18 @@ def _objects(place: t5x_names.Place) -> list[Any]:
 
 def _configurable_of(fn_or_cls: Any) -> gin_config.Configurable | None:
   return gin_config._inverse_lookup(fn_or_cls)  # pylint: disable=protected-access
+
+
+def _of_its_own_package(statement: gin_syntax.Import) -> gin_syntax.Import:
+  """Return the import by the full name of the module, if `t5x_lite` exports a module of one of its packages."""
+  imported = statement.statement
+  package, _, name = imported.module.rpartition('.')
+  if package != t5x_lite.__name__ or not (imported.is_from or imported.alias):
+    return statement
+  exported = getattr(t5x_lite, name, None)
+  if not isinstance(exported, types.ModuleType):
+    return statement
+  return dataclasses.replace(statement, statement=imported._replace(module=exported.__name__))
 
 
 def _import_message(module: str, error: ModuleNotFoundError) -> str:

@@ -17,11 +17,11 @@ from typing import Any
 
 from gin import config as gin_config
 
-from t5x_lite.configuration.checks import Use
 from t5x_lite.configuration.table import Row
 from t5x_lite.configuration.table import Table
 from t5x_lite.configuration.table import configurables
 from t5x_lite.configuration.table import short_name
+from t5x_lite.configuration.validation import Use
 
 # Function of (class, name of a method) that returns the method's configurable; None if it cannot be bound.
 MethodFn = Callable[[type, str], gin_config.Configurable | None]

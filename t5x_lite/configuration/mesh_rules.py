@@ -16,7 +16,6 @@ import gin
 from gin import config_parser
 
 from t5x_lite import checks
-from t5x_lite import files
 from t5x_lite.configuration import binding as gin_apply
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.configuration.syntax import MESH_RULES
@@ -30,6 +29,7 @@ from t5x_lite.configuration.table import Row
 from t5x_lite.configuration.table import Table
 from t5x_lite.configuration.table import configurables
 from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.storage import files
 
 _KEY = (MESH_RULES, MACRO, 'value')
 _EXAMPLE = "Example: MESH_RULES = [('gpu-h100-.*', 'h100.gin'), ('cpu-.*', 'NUM_PARTITIONS = 2'), ('.*', None)]."

@@ -18,9 +18,9 @@ from typing import Any
 from gin import config_parser
 
 from t5x_lite import checks
-from t5x_lite import files
 from t5x_lite.errors import ConfigError, did_you_mean
 from t5x_lite.formatting import gin_flag
+from t5x_lite.storage import files
 
 # Left side of a binding: maybe/some/scope/module.Class.parameter, or the name of a macro.
 _KEY = re.compile(r'^[A-Za-z_][\w./]*$')

@@ -11,8 +11,8 @@ from typing import Any
 import gin
 from gin import config as gin_config
 
-from t5x_lite import files
 from t5x_lite.configuration import syntax
+from t5x_lite.storage import files
 
 # (scope, complete selector, parameter), as in gin.
 Key = tuple[str, str, str]

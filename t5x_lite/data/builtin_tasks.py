@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from t5x_lite import checks
-from t5x_lite import module_imports
+from t5x_lite.configuration import module_imports
 from t5x_lite.data import corpora
 from t5x_lite.data import philox
 from t5x_lite.data import span_corruption

@@ -5,8 +5,8 @@ import dataclasses
 from typing import Any
 
 from t5x_lite import checks
-from t5x_lite import module_imports
 from t5x_lite.compat import names as t5x_names
+from t5x_lite.configuration import module_imports
 from t5x_lite.data.sources import base
 
 _LENGTHS = checks.Expectation(

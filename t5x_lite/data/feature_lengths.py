@@ -8,13 +8,13 @@ import os
 import time
 from typing import Any
 
-from t5x_lite import files
 from t5x_lite import multihost
-from t5x_lite import untrusted
 from t5x_lite.data.builtin_tasks import check_not_empty
 from t5x_lite.data.config import DatasetConfig
 from t5x_lite.data.interfaces import SplitLengths
 from t5x_lite.data.sources.base import get_source
+from t5x_lite.storage import files
+from t5x_lite.storage import untrusted
 
 # File of kept lengths in the folder of a run or of results.
 LENGTHS_FILE = 'feature_lengths.json'

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from t5x_lite import files
 from t5x_lite.data.local_copies import local_paths
 from t5x_lite.data.records import Records
 from t5x_lite.data.records import reading
 from t5x_lite.errors import DataError, needs_packages
+from t5x_lite.storage import files
 
 with needs_packages(
   "DatasetConfig.source = 'grain' or a file of array records",

@@ -13,12 +13,12 @@ import tempfile
 import threading
 from typing import TYPE_CHECKING
 
-from t5x_lite import files
 from t5x_lite.errors import DataError
 from t5x_lite.formatting import format_bytes
+from t5x_lite.storage import files
 
 if TYPE_CHECKING:
-  from t5x_lite import object_store
+  from t5x_lite.storage import object_store
 
 _PREFIX = 't5x_lite-copies-'
 _logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def local_paths(paths: Sequence[str]) -> list[str]:
   """
   if not any(map(files.is_remote, paths)):
     return list(paths)
-  from t5x_lite import object_store
+  from t5x_lite.storage import object_store
 
   opened = [files.path(path) for path in paths]
   remote = list(dict.fromkeys(path for path in opened if files.is_remote(path)))

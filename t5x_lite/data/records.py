@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from t5x_lite import files
 from t5x_lite.data import text_formats
 from t5x_lite.data.local_copies import local_paths
 from t5x_lite.errors import DataError, needs_packages
+from t5x_lite.storage import files
 
 _NEWLINE, _RETURN, _OPENING, _CLOSING = b'\n\r{}'
 # Bytes of a file that are scanned together.

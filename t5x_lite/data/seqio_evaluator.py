@@ -17,7 +17,6 @@ import weakref
 from absl import logging as absl_logging
 
 from t5x_lite import checks
-from t5x_lite import files
 from t5x_lite.data import seqio_features
 from t5x_lite.data.builtin_tasks import check_not_empty
 from t5x_lite.data.config import DatasetConfig
@@ -32,6 +31,7 @@ from t5x_lite.data.seqio_import import reading
 from t5x_lite.data.seqio_import import summary
 from t5x_lite.data.seqio_import import tf
 from t5x_lite.errors import ConfigError
+from t5x_lite.storage import files
 
 # Interval of the lines about reading that takes long.
 _SECONDS_PER_LINE = 30.0

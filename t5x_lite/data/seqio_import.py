@@ -12,10 +12,10 @@ import warnings
 
 from absl import logging
 
-from t5x_lite import files
-from t5x_lite import module_imports
-from t5x_lite import plain_paths
+from t5x_lite.configuration import module_imports
 from t5x_lite.errors import DataError, T5xLiteError, needs_packages
+from t5x_lite.storage import files
+from t5x_lite.storage import plain_paths
 
 # TensorFlow's C++ library reads these variables once, when it is loaded; values set by the user are kept.
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')

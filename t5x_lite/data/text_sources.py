@@ -24,7 +24,6 @@ from typing import IO, Any, BinaryIO, NamedTuple
 import numpy as np
 
 from t5x_lite import checks
-from t5x_lite import files
 from t5x_lite.data import text_formats
 from t5x_lite.data import text_ids
 from t5x_lite.data.builtin_tasks import append_eos_after_trim
@@ -32,6 +31,7 @@ from t5x_lite.data.example_sources import ConvertedSource
 from t5x_lite.data.features import get_converter
 from t5x_lite.data.interfaces import Example
 from t5x_lite.errors import ConfigError, DataError, did_you_mean
+from t5x_lite.storage import files
 
 FILE_FORMATS = ('auto', 'text', 'jsonl')
 STANDARD_INPUT = '-'

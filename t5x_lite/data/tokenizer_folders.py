@@ -17,8 +17,6 @@ import re
 from typing import Any
 
 from t5x_lite import checks
-from t5x_lite import files
-from t5x_lite import untrusted
 from t5x_lite.data import normalization as normalization_lib
 from t5x_lite.data import tokenizer_json
 from t5x_lite.data import vocabularies
@@ -29,6 +27,8 @@ from t5x_lite.data.vocabularies import SentencePieceVocabulary
 from t5x_lite.data.vocabularies import Vocabulary
 from t5x_lite.data.vocabularies import sentencepiece_modules
 from t5x_lite.errors import CheckpointError, ConfigError, T5xLiteError
+from t5x_lite.storage import files
+from t5x_lite.storage import untrusted
 
 MODEL_FILE = 'spiece.model'
 TOKENIZER_JSON = 'tokenizer.json'

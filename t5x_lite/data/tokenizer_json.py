@@ -5,8 +5,8 @@ import binascii
 from collections.abc import Mapping
 from typing import Any
 
-from t5x_lite import untrusted
 from t5x_lite.errors import CheckpointError
+from t5x_lite.storage import untrusted
 
 # Ids are below this number.
 MAX_IDS = 2**24

@@ -12,9 +12,9 @@ import re
 from typing import Any
 
 from t5x_lite import checks
-from t5x_lite import files
-from t5x_lite import untrusted
 from t5x_lite.errors import ConfigError, InvalidFileError, needs_packages
+from t5x_lite.storage import files
+from t5x_lite.storage import untrusted
 
 # Largest number of sentinels, which take 3 seconds to add.
 MAX_EXTRA_IDS = 2**17

@@ -49,6 +49,6 @@ __getattr__, __dir__, __all__ = lazy_names(
     ),
     't5x_lite.evaluation.outputs': ('OutputRunner',),
     't5x_lite.evaluation.runner': ('PredictRunner',),
-    't5x_lite.summaries': ('PREDICTIONS_PREFIX',),
+    't5x_lite.trainer.summaries': ('PREDICTIONS_PREFIX',),
   },
 )

@@ -20,18 +20,18 @@ import jax
 
 from t5x_lite import checks
 from t5x_lite import data
-from t5x_lite import files
 from t5x_lite import multihost
 from t5x_lite import partitioning
-from t5x_lite import summaries
-from t5x_lite import train_step
 from t5x_lite.errors import DataError
 from t5x_lite.evaluation import judging
 from t5x_lite.evaluation import metric_names
 from t5x_lite.evaluation.config import InferenceEvalConfig
 from t5x_lite.evaluation.outputs import OutputRunner
 from t5x_lite.models import BaseModel
+from t5x_lite.storage import files
 from t5x_lite.train_state import EvaluationState
+from t5x_lite.trainer import summaries
+from t5x_lite.trainer import train_step
 from t5x_lite.types import PyTree
 
 MetricsByTask = dict[str, dict[str, clu.values.Value]]

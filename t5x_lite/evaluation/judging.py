@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_lite import data
-from t5x_lite import files
-from t5x_lite import json_lines
 from t5x_lite.errors import DataError
+from t5x_lite.storage import files
+from t5x_lite.storage import json_lines
 from t5x_lite.types import PyTree
 
 

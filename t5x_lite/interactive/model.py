@@ -25,15 +25,11 @@ from t5x_lite import checkpoints
 from t5x_lite import checks
 from t5x_lite import data
 from t5x_lite import evaluation
-from t5x_lite import files
 from t5x_lite import models
 from t5x_lite import multihost
 from t5x_lite import partitioning
 from t5x_lite import schedules
-from t5x_lite import state_init
-from t5x_lite import summaries
-from t5x_lite import trainer as trainer_lib
-from t5x_lite.apps.common import start as start_lib
+from t5x_lite.apps.common import starting_point
 from t5x_lite.data import text_examples
 from t5x_lite.data.text_examples import TextExample
 from t5x_lite.data.text_examples import map_over_examples
@@ -45,7 +41,11 @@ from t5x_lite.interactive.tasks import get_batches_from_seqio
 from t5x_lite.interactive.tasks import get_dataset_from_natural_text_examples
 from t5x_lite.interactive.tasks import get_gin_config_from_interactive_model
 from t5x_lite.interactive.tasks import get_seqio_task_from_examples
+from t5x_lite.storage import files
 from t5x_lite.train_state import TrainState
+from t5x_lite.trainer import state_init
+from t5x_lite.trainer import summaries
+from t5x_lite.trainer import trainer as trainer_lib
 from t5x_lite.types import Batch, PyTree
 
 __all__ = [
@@ -130,11 +130,11 @@ class InteractiveModel:
       'InteractiveModel',
       locals(),
       save_period=_COUNT.or_none(),
-      init_random_seed=start_lib.SEED,
+      init_random_seed=starting_point.SEED,
       restore_mode=checks.one_of(('specific', 'latest')),
     )
-    start_lib.check_model_dir('InteractiveModel', 'output_dir', output_dir)
-    start_lib.check_optimizer(model)
+    starting_point.check_model_dir('InteractiveModel', 'output_dir', output_dir)
+    starting_point.check_optimizer(model)
     self._model = model
     self._partitioner = partitioner
     self._output_dir = str(files.path(output_dir).absolute())
@@ -151,7 +151,7 @@ class InteractiveModel:
         path=checkpoint_path, mode=restore_mode, dtype=dtype, restore_dataset=False
       )
     init_rng, trainer_rng = jax.random.split(
-      jax.random.key(start_lib.choose_seed(init_random_seed))
+      jax.random.key(starting_point.choose_seed(init_random_seed))
     )
 
     spec = text_inference.element_spec(model, self._task_feature_lengths, batch_size)
@@ -183,8 +183,8 @@ class InteractiveModel:
     )
     self._trainer.check_batch(spec)
     start = _starting_point(self._restore_checkpoint_cfg)
-    start_lib.check_start(start, initializer.global_train_state_shape, model)
-    self._trainer.train_state, _ = start_lib.make_state(
+    starting_point.check_start(start, initializer.global_train_state_shape, model)
+    self._trainer.train_state, _ = starting_point.make_state(
       start, initializer, partitioner, model, init_rng
     )
     self._train_summary: Any = None
@@ -344,7 +344,9 @@ class InteractiveModel:
       self._output_dir, save_cfg=self._save_checkpoint_cfg
     ) as manager:
       manager.save(
-        self.step, self.train_state.state_dict(), metadata=start_lib.layout_metadata(self._model)
+        self.step,
+        self.train_state.state_dict(),
+        metadata=starting_point.layout_metadata(self._model),
       )
     self._saved_steps = [*(step for step in self._saved_steps if step != self.step), self.step]
     # The manager's retention would count checkpoints of other programs.
@@ -504,17 +506,19 @@ def _default_trainer_cls(model: models.BaseTransformerModel) -> trainer_lib.Base
   return functools.partial(trainer_lib.Trainer, learning_rate_fn=schedule)
 
 
-def _starting_point(cfg: checkpoints.RestoreCheckpointConfig | None) -> start_lib.StartingPoint:
+def _starting_point(
+  cfg: checkpoints.RestoreCheckpointConfig | None,
+) -> starting_point.StartingPoint:
   """Return the starting point of the state; new parameters if `cfg` is None."""
   if cfg is None:
-    return start_lib.StartingPoint()
+    return starting_point.StartingPoint()
   _, paths = checkpoints.get_first_valid_restore_config_and_paths([cfg])
   if not paths:
     raise CheckpointError(
       f'{cfg.path!r} must be a run directory with checkpoint_<step>, got one without checkpoints. '
       "Correct checkpoint_path, or set it to '' for new parameters."
     )
-  return start_lib.StartingPoint(path=paths[0], restore_cfg=cfg)
+  return starting_point.StartingPoint(path=paths[0], restore_cfg=cfg)
 
 
 def _as_batches(batches: Any) -> list[Sequence[TextExample]]:

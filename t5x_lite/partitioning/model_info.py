@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from absl import logging
 import numpy as np
 
-from t5x_lite import files
 from t5x_lite import multihost
 from t5x_lite import tree_utils
 from t5x_lite.formatting import format_table
 from t5x_lite.partitioning.partitioner import PjitPartitioner
+from t5x_lite.storage import files
 from t5x_lite.types import PyTree
 
 

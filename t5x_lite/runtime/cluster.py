@@ -27,6 +27,7 @@ from typing import Any
 import warnings
 
 from t5x_lite import checks
+from t5x_lite.command_line.standard_streams import write_without_waiting
 from t5x_lite.errors import ConfigError, ExitCode, StoppedOnSignalError
 from t5x_lite.runtime import cluster_environment as names
 from t5x_lite.runtime import connections
@@ -38,7 +39,6 @@ from t5x_lite.runtime.cluster_environment import LAUNCHED
 from t5x_lite.runtime.cluster_environment import LOCAL_DEVICES
 from t5x_lite.runtime.cluster_environment import MODES
 from t5x_lite.runtime.stop_requests import StopRequests
-from t5x_lite.standard_streams import write_without_waiting
 
 # JAX aborts processes, with a stack of C++, after these seconds more than we wait.
 _JAX_MARGIN = 30

@@ -7,7 +7,7 @@ import pathlib
 import shlex
 import sys
 
-from t5x_lite import masking
+from t5x_lite.configuration import masking
 from t5x_lite.runtime import xla_options
 
 # Values of --distributed.

@@ -18,7 +18,7 @@ import zlib
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from t5x_lite import files
+from t5x_lite.storage import files
 
 # File systems of other machines, where many small files are slow and the CPU may be another one.
 _REMOTE = (

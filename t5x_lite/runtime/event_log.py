@@ -18,13 +18,13 @@ from typing import Any
 import jax
 
 import t5x_lite
-from t5x_lite import files
-from t5x_lite import masking
+from t5x_lite.configuration import masking
 from t5x_lite.configuration import mesh_rules
 from t5x_lite.errors import NonFiniteMetricError, StoppedOnSignalError
 from t5x_lite.runtime import goodput
 from t5x_lite.runtime.events import Event
 from t5x_lite.runtime.events import read_events
+from t5x_lite.storage import files
 
 # After this fraction of the time of the process without events, within these seconds, 'progress' is written, so that
 # little is unknown about a process that is killed, and the file of a week has 10,000 lines.

@@ -10,7 +10,7 @@ import dataclasses
 import os
 from typing import Any
 
-from t5x_lite import json_lines
+from t5x_lite.storage import json_lines
 
 EVENTS_FILE = 'events.jsonl'
 # Phases of a run. Time outside of a phase is 'starting' before the first step and 'other' after it.

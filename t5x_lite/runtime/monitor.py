@@ -24,9 +24,10 @@ import threading
 import time
 from typing import Any, NoReturn
 
+from t5x_lite.command_line.standard_streams import write_without_waiting
+from t5x_lite.configuration.masking import masked_text
 from t5x_lite.errors import Ending, ExitCode, StoppedOnSignalError, is_of_other_process
 from t5x_lite.formatting import printable
-from t5x_lite.masking import masked_text
 from t5x_lite.runtime.connections import Caller
 from t5x_lite.runtime.connections import Store
 from t5x_lite.runtime.connections import UnsignedValueError
@@ -37,7 +38,6 @@ from t5x_lite.runtime.stacks import print_stacks
 from t5x_lite.runtime.stop_requests import StopAgreement
 from t5x_lite.runtime.stop_requests import StopRequests
 from t5x_lite.runtime.watchdog import awake_seconds
-from t5x_lite.standard_streams import write_without_waiting
 
 # Prefix of keys.
 _ROOT = 't5x_lite'

@@ -8,7 +8,7 @@ from types import FrameType
 import jax
 
 from t5x_lite import multihost
-from t5x_lite import standard_streams
+from t5x_lite.command_line import standard_streams
 from t5x_lite.runtime import monitor as monitor_lib
 from t5x_lite.runtime.stop_requests import StopRequests
 

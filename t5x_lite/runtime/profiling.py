@@ -10,7 +10,7 @@ import tempfile
 import jax
 
 from t5x_lite import checks
-from t5x_lite import files
+from t5x_lite.storage import files
 
 _STEPS = checks.Expectation(
   '(first, last), such as (100, 105) for five steps, a ProfileConfig or None',

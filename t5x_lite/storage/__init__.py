@@ -1,1 +1,1 @@
-"""Storage of runs: the folders that this process has open."""
+"""Files on disks and in object stores: paths, whole and appended files, uploads, untrusted files, open folders."""

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from t5x_lite import checkpoints
-from t5x_lite import cli
 from t5x_lite import errors
 from t5x_lite.apps.common import report
+from t5x_lite.command_line import cli
 
 _RECIPE = ['--gin_file=recipes/keyword_cloze.gin', '--gin.DATA_SOURCE=builtin']
 _ROOT = pathlib.Path(__file__).parents[2]

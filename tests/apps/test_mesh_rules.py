@@ -5,7 +5,7 @@ import json
 import gin
 import pytest
 
-from t5x_lite import cli
+from t5x_lite.command_line import cli
 
 _FEW = '--gin.evaluation.InferenceEvalConfig.num_examples=8'
 _TINY = [

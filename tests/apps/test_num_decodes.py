@@ -6,8 +6,8 @@ import json
 import gin
 import pytest
 
-from t5x_lite import cli
 from t5x_lite import layer_stacks
+from t5x_lite.command_line import cli
 from t5x_lite.models import generation
 from t5x_lite.models import token_losses
 from tests.apps.common import cloze_run

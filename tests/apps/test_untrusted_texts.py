@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from moe import __main__ as moe_main
-from t5x_lite import cli
-from t5x_lite import json_lines
 from t5x_lite.checkpoints import lease
+from t5x_lite.command_line import cli
 from t5x_lite.errors import CheckpointError, did_you_mean
 from t5x_lite.formatting import first_names
 from t5x_lite.formatting import format_table
 from t5x_lite.formatting import group_names
 from t5x_lite.formatting import printable
 from t5x_lite.runtime.failure import Failure
+from t5x_lite.storage import json_lines
 from tests.checkpoints.hugging_face.hugging_face_cases import write_safetensors
 
 # Clears a terminal, sets its title, reverses what follows, and begins lines by all characters that some programs take

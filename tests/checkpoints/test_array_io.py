@@ -9,13 +9,13 @@ import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import errors
-from t5x_lite import files
-from t5x_lite import object_store
 from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import manifest
 from t5x_lite.checkpoints import state_io
 from t5x_lite.checkpoints import streaming
+from t5x_lite.storage import files
+from t5x_lite.storage import object_store
 
 _SAVE = checkpoints.SaveCheckpointConfig(keep=2)
 

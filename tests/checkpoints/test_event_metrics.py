@@ -3,7 +3,7 @@
 import tensorboardX.proto.event_pb2 as event_pb2
 
 from t5x_lite import checkpoints
-from t5x_lite import summaries
+from t5x_lite.trainer import summaries
 
 
 def write_event(path, step, **value):

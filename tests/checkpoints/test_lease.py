@@ -12,13 +12,13 @@ import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import errors
-from t5x_lite import files
 from t5x_lite.checkpoints import lease
+from t5x_lite.storage import files
 
 _IN_USE = 'The directory is in use by {holder}.'
 _HOLD = """
 import sys, time
-from t5x_lite import files
+from t5x_lite.storage import files
 from t5x_lite.checkpoints import lease
 held = lease.Lease(files.path(sys.argv[1]), '.lock', in_use='The directory is in use by {holder}.')
 print('held', flush=True)

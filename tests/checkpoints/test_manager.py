@@ -16,11 +16,11 @@ import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import errors
-from t5x_lite import files
 from t5x_lite import tree_utils
 from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import manifest
 from t5x_lite.checkpoints.folders import disk
+from t5x_lite.storage import files
 from tests.checkpoints import checkpoint_states as states
 
 Cfg = checkpoints.SaveCheckpointConfig

@@ -13,8 +13,8 @@ import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import errors
-from t5x_lite import untrusted
 from t5x_lite.checkpoints import manifest
+from t5x_lite.storage import untrusted
 from tests.checkpoints import checkpoint_states as states
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import errors
-from t5x_lite import files
-from t5x_lite import object_store
 from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import folders
 from t5x_lite.checkpoints import retention
 from t5x_lite.checkpoints import spool
+from t5x_lite.storage import files
+from t5x_lite.storage import object_store
 from t5x_lite.storage import open_folders
 
 _CFG = checkpoints.SaveCheckpointConfig()

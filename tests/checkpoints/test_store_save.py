@@ -12,13 +12,13 @@ import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import errors
-from t5x_lite import files
-from t5x_lite import object_store
 from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import folders
 from t5x_lite.checkpoints import manifest
 from t5x_lite.checkpoints.folders import store
+from t5x_lite.storage import files
+from t5x_lite.storage import object_store
 from t5x_lite.storage import open_folders
 
 _CFG = checkpoints.SaveCheckpointConfig()
@@ -27,7 +27,7 @@ import os, signal, sys
 import numpy as np
 from t5x_lite import checkpoints
 from t5x_lite.checkpoints.folders import store
-from t5x_lite import files
+from t5x_lite.storage import files
 root, place = sys.argv[1:]
 kill = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
 state = {'w': np.full((300, 300), 2, np.float32), 'b': np.full(3, 2, np.float32)}

@@ -40,7 +40,7 @@ def test_after_install_all_forms_of_import_give_our_objects():
       try:
         import t5x.main
       except ModuleNotFoundError as error:
-        from t5x_lite import module_imports
+        from t5x_lite.configuration import module_imports
         assert 't5x_lite train, eval, infer' in module_imports.remedy_for(error.name)
       else:
         raise AssertionError

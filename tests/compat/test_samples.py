@@ -7,7 +7,7 @@ import re
 import gin
 import pytest
 
-from t5x_lite import cli
+from t5x_lite.command_line import cli
 
 _SAMPLES = pathlib.Path(__file__).parent / 'samples'
 

@@ -58,7 +58,7 @@ DIFFERENT = {
   't5x.train_state.TrainState': _MUTABLES,
   't5x.eval.evaluate': _EVALUATOR,
   't5x.infer.write_inferences_to_file': {
-    "json_encoder_cls=<class 't5x_lite.json_lines.JsonEncoder'> instead of "
+    "json_encoder_cls=<class 't5x_lite.storage.json_lines.JsonEncoder'> instead of "
     'seqio.loggers.TensorAndNumpyEncoder': 'it writes what that of seqio writes'
   },
   't5x.train.train': _EVALUATOR,

@@ -7,8 +7,8 @@ import pytest
 
 from t5x_lite import checks
 from t5x_lite import gin_utils
-from t5x_lite.configuration import checks as gin_check
 from t5x_lite.configuration import syntax as gin_syntax
+from t5x_lite.configuration import validation as gin_check
 from t5x_lite.errors import ConfigError
 from tests.configuration import configuration_cases as cases
 from tests.configuration.configuration_cases import program_files  # noqa: F401

@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from t5x_lite import files
 from t5x_lite import gin_utils
 from t5x_lite.compat import views
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.errors import ConfigError
+from t5x_lite.storage import files
 from tests.configuration import configuration_cases as cases
 from tests.configuration.configuration_cases import program_files  # noqa: F401
 

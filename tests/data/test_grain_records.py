@@ -10,10 +10,10 @@ import msgpack
 import numpy as np
 import pytest
 
-from t5x_lite import cli
 from t5x_lite import data
-from t5x_lite import files
+from t5x_lite.command_line import cli
 from t5x_lite.errors import ConfigError, DataError
+from t5x_lite.storage import files
 
 if (platform.system(), platform.machine()) != ('Linux', 'x86_64'):
   pytest.importorskip('grain')  # Not available for all machines.

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from t5x_lite import errors
-from t5x_lite import files
 from t5x_lite.data import local_copies
+from t5x_lite.storage import files
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _PROGRAM = """

@@ -4,8 +4,8 @@ import pytest
 
 from t5x_lite import data
 from t5x_lite import errors
-from t5x_lite import files
 from t5x_lite.data import records
+from t5x_lite.storage import files
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,17 @@ import pytest
 
 from t5x_lite import data
 from t5x_lite import evaluation
-from t5x_lite import files
 from t5x_lite import models
 from t5x_lite import partitioning
-from t5x_lite import state_init
-from t5x_lite import summaries
 from t5x_lite.data import seqio_evaluator
 from t5x_lite.data.seqio_import import quiet
 from t5x_lite.data.seqio_import import tf
 from t5x_lite.errors import ConfigError, DataError
 from t5x_lite.evaluation import judging
 from t5x_lite.networks import t5
+from t5x_lite.storage import files
+from t5x_lite.trainer import state_init
+from t5x_lite.trainer import summaries
 from tests import stores
 
 seqio = pytest.importorskip('seqio')

@@ -2,8 +2,8 @@
 
 import pytest
 
-from t5x_lite import cli
 from t5x_lite.apps.common import flags
+from t5x_lite.command_line import cli
 
 seqio = pytest.importorskip('seqio')
 _ARGV = [

@@ -11,8 +11,8 @@ import pytest
 
 from t5x_lite import data
 from t5x_lite import errors
-from t5x_lite import files
 from t5x_lite.data import text_sources
+from t5x_lite.storage import files
 from tests.apps.infer import toy_infer
 
 _BYTES = data.ByteVocabulary(extra_ids=125)

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from t5x_lite import data
-from t5x_lite import files
 from t5x_lite.checkpoints.hugging_face import get_family
 from t5x_lite.checkpoints.hugging_face import tokenizer_files
 from t5x_lite.data import builtin_tasks
 from t5x_lite.data import corpora
 from t5x_lite.data import tokenizer_folders
 from t5x_lite.errors import CheckpointError, ConfigError, InvalidFileError
+from t5x_lite.storage import files
 
 _SENTINELS = [f'<extra_id_{i}>' for i in range(7)]
 

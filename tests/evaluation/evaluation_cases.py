@@ -8,8 +8,8 @@ import numpy as np
 
 from t5x_lite import data
 from t5x_lite import evaluation
-from t5x_lite import state_init
 from t5x_lite.data.interfaces import EvalTask
+from t5x_lite.trainer import state_init
 from tests.apps.train import toy_run
 from tests.models import toy_model
 

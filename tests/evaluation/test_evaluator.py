@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from t5x_lite import evaluation
-from t5x_lite import summaries
 from t5x_lite.data.interfaces import IndexedBatches
 from t5x_lite.errors import ConfigError, DataError
+from t5x_lite.trainer import summaries
 from tests.apps.train import toy_run
 from tests.evaluation import evaluation_cases as cases
 from tests.models import toy_model

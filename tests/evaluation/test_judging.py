@@ -9,9 +9,9 @@ import pytest
 
 from t5x_lite import data
 from t5x_lite import evaluation
-from t5x_lite import summaries
 from t5x_lite.errors import DataError
 from t5x_lite.evaluation import judging
+from t5x_lite.trainer import summaries
 from tests.evaluation import evaluation_cases as cases
 
 

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 
 from t5x_lite import checkpoints
-from t5x_lite import files
 from t5x_lite.apps import convert
+from t5x_lite.storage import files
 
 INDEX = 'npy_index.json'
 

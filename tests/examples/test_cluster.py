@@ -13,9 +13,9 @@ import sys
 import pytest
 
 from t5x_lite import checkpoints
-from t5x_lite import cli
 from t5x_lite import errors
 from t5x_lite.apps.launch import run as launch
+from t5x_lite.command_line import cli
 from t5x_lite.runtime import cluster
 from tests import processes
 from tests.apps.common import cloze_run

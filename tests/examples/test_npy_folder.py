@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from t5x_lite import checkpoints
-from t5x_lite import cli
 from t5x_lite import errors
 from t5x_lite import gin_utils
 from t5x_lite import lazy_names
 from t5x_lite.apps import convert
 from t5x_lite.apps.convert import formats
 from t5x_lite.checkpoints.sources import detect
+from t5x_lite.command_line import cli
 from tests.apps.convert import convert_cases as given
 
 _GIN = """

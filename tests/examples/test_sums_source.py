@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from t5x_lite import checkpoints
-from t5x_lite import cli
-from t5x_lite import summaries
+from t5x_lite.command_line import cli
+from t5x_lite.trainer import summaries
 from tests.data import registries
 
 _FOLDER = pathlib.Path(__file__).parent

@@ -15,9 +15,9 @@ from moe import models as moe_models
 from t5x_lite import errors
 from t5x_lite import gin_utils
 from t5x_lite import models
-from t5x_lite import train_step
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.networks import t5
+from t5x_lite.trainer import train_step
 from tests.examples.top_5_accuracy import top_5_accuracy
 from tests.networks import network_cases as cases
 

@@ -10,18 +10,18 @@ import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import data
-from t5x_lite import files
 from t5x_lite import gin_utils
 from t5x_lite import models
 from t5x_lite import notebook
 from t5x_lite import optimizers
 from t5x_lite import partitioning
-from t5x_lite import summaries
 from t5x_lite import trainer
 from t5x_lite import tree_utils
 from t5x_lite.errors import CheckpointError, ConfigError, DataError
 from t5x_lite.interactive import model as lib
 from t5x_lite.networks import t5
+from t5x_lite.storage import files
+from t5x_lite.trainer import summaries
 from tests import stores
 from tests.apps.common import cloze_run
 from tests.networks import network_cases as cases

@@ -23,7 +23,7 @@ from moe import networks as moe_networks
 from t5x_lite import checkpoints
 from t5x_lite import models
 from t5x_lite import tree_utils
-from t5x_lite.apps.common import start
+from t5x_lite.apps.common import starting_point as start
 from t5x_lite.networks import param_layouts
 from t5x_lite.networks import t5
 from tests.interop import hf_models

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from t5x_lite import checkpoints
-from t5x_lite import cli
+from t5x_lite.command_line import cli
 from tests.interop import hf_models
 from tests.interop import reference
 

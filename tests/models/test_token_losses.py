@@ -18,11 +18,11 @@ from t5x_lite import layers
 from t5x_lite import metrics as metrics_lib
 from t5x_lite import models
 from t5x_lite import partitioning
-from t5x_lite import train_step
 from t5x_lite.data import vocabularies
 from t5x_lite.models import token_losses
 from t5x_lite.networks import decoder_only
 from t5x_lite.networks import t5
+from t5x_lite.trainer import train_step
 from tests.networks import network_cases
 
 _VOCABULARY = vocabularies.PassThroughVocabulary(40)

@@ -9,8 +9,8 @@ import pytest
 
 from moe import models
 from moe import routing
-from t5x_lite import cli
 from t5x_lite import train_state
+from t5x_lite.command_line import cli
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.networks import decoder_only
 from t5x_lite.networks import t5

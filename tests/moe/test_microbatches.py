@@ -15,16 +15,16 @@ from moe import models
 from moe import networks
 from moe import routing
 from moe.partitioner import MoePjitPartitioner
-from t5x_lite import cli
 from t5x_lite import layers
 from t5x_lite import metrics as metrics_lib
 from t5x_lite import train_state
-from t5x_lite import train_step
 from t5x_lite import tree_utils
+from t5x_lite.command_line import cli
 from t5x_lite.data import vocabularies
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks import decoder_only
 from t5x_lite.networks import t5
+from t5x_lite.trainer import train_step
 from tests.networks import network_cases as cases
 
 _FULL = pytest.mark.full

@@ -15,9 +15,9 @@ from moe import networks
 from moe import recording
 from moe import routing
 from t5x_lite import metrics as metrics_lib
-from t5x_lite import train_step
 from t5x_lite.data import vocabularies
 from t5x_lite.errors import ConfigError, DataError
+from t5x_lite.trainer import train_step
 from tests import golden_data
 from tests.networks import network_cases as cases
 

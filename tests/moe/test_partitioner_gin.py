@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from t5x_lite import cli
+from t5x_lite.command_line import cli
 
 _FIRST = ('--gin_file=partitioning/moe.gin', '--gin.NUM_EXPERTS=8')
 _SECOND = ('--gin_file=partitioning/moe_expert_partitions.gin',)

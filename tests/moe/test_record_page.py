@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moe import recording
-from t5x_lite import cli
+from t5x_lite.command_line import cli
 
 _PAGE = pathlib.Path(__file__).parents[2] / 'docs' / 'moe.md'
 _RUN = (

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from moe import upcycling
-from t5x_lite import cli
 from t5x_lite import errors
 from t5x_lite import gin_utils
 from t5x_lite import train_state
 from t5x_lite import tree_utils
-from t5x_lite.apps.common import start as start_lib
+from t5x_lite.apps.common import starting_point
 from t5x_lite.checkpoints import builders
+from t5x_lite.command_line import cli
 from t5x_lite.configuration import syntax as gin_syntax
 from tests.moe import test_upcycling
 from tests.moe import upcycling_cases as up
@@ -62,7 +62,7 @@ def upcycle_file(tmp_path_factory):
   path = up.save(
     jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state),
     folder,
-    metadata=start_lib.layout_metadata(model),
+    metadata=starting_point.layout_metadata(model),
   )
   (folder / 'upcycle.gin').write_text(_UPCYCLE.format(path=path))
   return folder / 'upcycle.gin'

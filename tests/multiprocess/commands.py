@@ -10,7 +10,7 @@ import sys
 
 import gin
 
-from t5x_lite import cli
+from t5x_lite.command_line import cli
 from t5x_lite.runtime import cluster
 
 

@@ -26,11 +26,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_lite import actions
 from t5x_lite import data
 from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import manifest
+from t5x_lite.trainer import actions
 from tests.apps.infer import toy_infer
 from tests.apps.train import toy_run
 from tests.models import toy_model

@@ -5,7 +5,7 @@ from tests.mutation.mutant import Mutant
 MUTANTS = (
   Mutant(
     'a_pipe_is_read_like_a_file',
-    't5x_lite/files.py',
+    't5x_lite/storage/files.py',
     'if not is_folder and not stat.S_ISREG(status.st_mode):',
     'if is_folder:',
     'tests/data/test_tokenizer_folders.py::test_a_model_must_be_a_regular_file',
@@ -15,7 +15,7 @@ MUTANTS = (
     't5x_lite/checkpoints/sources/t5x_index.py',
     'untrusted.check_file(root, FILENAME), _MAX_BYTES)',
     'untrusted.check_file(root, FILENAME), 2**50)',
-    'tests/test_untrusted.py::test_is_rejected_with_file_and_field',
+    'tests/storage/test_untrusted.py::test_is_rejected_with_file_and_field',
   ),
   Mutant(
     'a_file_has_any_number_of_sentinels',
@@ -43,14 +43,14 @@ MUTANTS = (
     't5x_lite/checkpoints/folders/disk.py',
     '    state_io.check_written(pending.state, pending.arrays)\n',
     '',
-    'tests/test_plain_paths.py::test_a_save_that_cannot_be_opened_fails',
+    'tests/storage/test_plain_paths.py::test_a_save_that_cannot_be_opened_fails',
   ),
   Mutant(
     'only_the_names_of_written_arrays_count',
     't5x_lite/checkpoints/state_io.py',
     '    if got != expected:\n',
     "    if got == 'none':\n",
-    'tests/test_plain_paths.py::test_arrays_that_were_written_are_compared',
+    'tests/storage/test_plain_paths.py::test_arrays_that_were_written_are_compared',
   ),
   Mutant(
     'an_index_may_lack_any_tensor',
@@ -139,7 +139,7 @@ MUTANTS = (
   ),
   Mutant(
     'a_folder_of_metrics_is_made_again',
-    't5x_lite/files.py',
+    't5x_lite/storage/files.py',
     '  fence_of(path)()\n  path.parent.mkdir',
     '  path.parent.mkdir',
     'tests/apps/train/test_moved_folder.py::test_a_directory_that_is_away_for_some_steps_costs_a_save[faults0]',
@@ -365,10 +365,10 @@ MUTANTS = (
   ),
   Mutant(
     'commands_ignore_a_custom_checkpointer',
-    't5x_lite/apps/common/start.py',
+    't5x_lite/apps/common/starting_point.py',
     '  checkpoints.check_standard(checkpoint_cfg)\n',
     '',
-    'tests/apps/common/test_start.py::test_a_custom_checkpointer_is_rejected',
+    'tests/apps/common/test_starting_point.py::test_a_custom_checkpointer_is_rejected',
   ),
   Mutant(
     'the_assignment_map_is_applied_twice',

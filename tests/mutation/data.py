@@ -173,10 +173,10 @@ MUTANTS = (
   ),
   Mutant(
     'equal_values_are_improvements',
-    't5x_lite/actions.py',
+    't5x_lite/trainer/actions.py',
     'value > previous + margin',
     'value >= previous + margin',
-    'tests/test_actions.py::test_early_stopping',
+    'tests/trainer/test_actions.py::test_early_stopping',
   ),
   Mutant(
     'a_mixture_ends_with_its_last_task',
@@ -209,10 +209,10 @@ MUTANTS = (
   ),
   Mutant(
     'runs_of_earlier_versions_change_their_ids',
-    't5x_lite/apps/common/start.py',
+    't5x_lite/apps/common/starting_point.py',
     ".get('earlier_sentinels', True)",
     ".get('earlier_sentinels', False)",
-    'tests/apps/common/test_start.py::test_runs_of_earlier_versions_keep_the_ids_of_sentinels',
+    'tests/apps/common/test_starting_point.py::test_runs_of_earlier_versions_keep_the_ids_of_sentinels',
   ),
   Mutant(
     'spans_without_sentinels_are_marked_by_text',

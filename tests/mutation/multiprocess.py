@@ -26,10 +26,10 @@ MUTANTS = (
   ),
   Mutant(
     'another_number_of_processes_is_not_reported',
-    't5x_lite/apps/common/start.py',
+    't5x_lite/apps/common/starting_point.py',
     'if num_saved == now or batches.handles_process_count or not',
     'if num_saved == now or not batches.handles_process_count or not',
-    'tests/apps/common/test_start.py::'
+    'tests/apps/common/test_starting_point.py::'
     'test_another_number_of_processes_is_reported_unless_the_source_handles_it[2-False-True]',
   ),
   Mutant(
@@ -83,7 +83,7 @@ MUTANTS = (
   ),
   Mutant(
     'actions_stop_the_lead_only',
-    't5x_lite/actions.py',
+    't5x_lite/trainer/actions.py',
     'Stop(int(multihost.broadcast_from_lead(np.int32(request))))',
     'request',
     _AGREEMENT_TEST + 'test_all_commands_do_the_same_in_several_processes[2]',

@@ -114,7 +114,7 @@ MUTANTS = (
     't5x_lite/optimizers/base/rounding.py',
     'return jax.random.fold_in(step_key, _STREAM)',
     'return step_key',
-    'tests/test_train_step.py::test_stochastic_rounding_depends_on_the_key_of_the_step_but_not_on_dropout',
+    'tests/trainer/test_train_step.py::test_stochastic_rounding_depends_on_the_key_of_the_step_but_not_on_dropout',
   ),
   Mutant(
     'all_parameters_are_rounded_alike',

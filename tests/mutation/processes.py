@@ -7,7 +7,7 @@ _CLUSTER, _CLUSTER_TEST = 't5x_lite/runtime/cluster.py', 'tests/runtime/test_clu
 _WATCHDOG, _WATCHDOG_TEST = 't5x_lite/runtime/watchdog.py', 'tests/runtime/test_watchdog.py::'
 _LAUNCH, _LAUNCH_TEST = 't5x_lite/apps/launch/run.py', 'tests/apps/launch/test_run.py::'
 
-_FILES, _FILES_TEST = 't5x_lite/files.py', 'tests/test_files.py::'
+_FILES, _FILES_TEST = 't5x_lite/storage/files.py', 'tests/storage/test_files.py::'
 
 MUTANTS = (
   Mutant(
@@ -449,17 +449,17 @@ MUTANTS = (
   ),
   Mutant(
     'a_reader_that_does_not_read_is_waited_for_each_time',
-    't5x_lite/standard_streams.py',
+    't5x_lite/command_line/standard_streams.py',
     '      seconds = 0.0\n',
     '',
-    'tests/test_standard_streams.py::test_a_reader_that_does_not_read_is_waited_for_once',
+    'tests/command_line/test_standard_streams.py::test_a_reader_that_does_not_read_is_waited_for_once',
   ),
   Mutant(
     'a_flush_of_nothing_ends_the_drops',
-    't5x_lite/standard_streams.py',
+    't5x_lite/command_line/standard_streams.py',
     '    if not data:  # A flush',
     '    if False:  # A flush',
-    'tests/test_standard_streams.py::test_a_line_that_is_drawn_again_is_waited_for_once[pipe]',
+    'tests/command_line/test_standard_streams.py::test_a_line_that_is_drawn_again_is_waited_for_once[pipe]',
   ),
   Mutant(
     'own_name_is_a_loopback_address',

@@ -8,14 +8,14 @@ MUTANTS = (
     't5x_lite/checkpoints/array_io.py',
     'resolved = plain_paths.plain_path(os.path.realpath(directory))',
     'resolved = os.path.realpath(directory)',
-    'tests/test_plain_paths.py::test_other_writers_and_formats',
+    'tests/storage/test_plain_paths.py::test_other_writers_and_formats',
   ),
   Mutant(
     'orbax_gets_a_path_that_it_misreads',
     't5x_lite/checkpoints/state_io.py',
     '    tree = checkpointer.restore(\n      plain_paths.plain_path(directory),',
     '    tree = checkpointer.restore(\n      directory,',
-    'tests/test_plain_paths.py::test_a_checkpoint_is_restored_from_a_folder_of_any_name',
+    'tests/storage/test_plain_paths.py::test_a_checkpoint_is_restored_from_a_folder_of_any_name',
   ),
   Mutant(
     'a_signal_waits_for_the_previous_save',
@@ -124,10 +124,10 @@ MUTANTS = (
   ),
   Mutant(
     'an_unavailable_store_is_a_permanent_error',
-    't5x_lite/object_store.py',
+    't5x_lite/storage/object_store.py',
     '_TEMPORARY = {408, 429, *range(500, 600)}',
     '_TEMPORARY = {408, 429}',
-    'tests/test_object_store.py::test_requests_are_repeated_for_a_limited_time',
+    'tests/storage/test_object_store.py::test_requests_are_repeated_for_a_limited_time',
   ),
   Mutant(
     'an_old_checkpoint_of_the_spool_folder_is_copied',
@@ -145,10 +145,10 @@ MUTANTS = (
   ),
   Mutant(
     'a_run_that_lost_its_lease_appends',
-    't5x_lite/files.py',
+    't5x_lite/storage/files.py',
     'self._part.write_bytes(content, fence_of(self._part))',
     'self._part.write_bytes(content)',
-    'tests/test_files.py::test_a_run_without_its_lease_appends_nothing',
+    'tests/storage/test_files.py::test_a_run_without_its_lease_appends_nothing',
   ),
   Mutant(
     'attempts_of_a_save_share_a_folder',

@@ -10,8 +10,8 @@ import pytest
 
 from t5x_lite import optimizers
 from t5x_lite import schedules
-from t5x_lite import train_step
 from t5x_lite.errors import ConfigError
+from t5x_lite.trainer import train_step
 from tests.apps.train import toy_run
 from tests.models import toy_model
 

@@ -15,10 +15,10 @@ from t5x_lite import adafactor
 from t5x_lite import models
 from t5x_lite import optimizers
 from t5x_lite import partitioning
-from t5x_lite import state_init
 from t5x_lite import train_state as train_state_lib
-from t5x_lite import train_step
 from t5x_lite.networks import t5
+from t5x_lite.trainer import state_init
+from t5x_lite.trainer import train_step
 
 NUM_STEPS = 20
 BATCH_SIZE = 8

@@ -9,15 +9,15 @@ import jax
 import numpy as np
 import pytest
 
-from t5x_lite import averaging
 from t5x_lite import decoding
 from t5x_lite import models
 from t5x_lite import optimizers
-from t5x_lite import state_init
-from t5x_lite import summaries
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.data import vocabularies
 from t5x_lite.networks import t5
+from t5x_lite.trainer import averaging
+from t5x_lite.trainer import state_init
+from t5x_lite.trainer import summaries
 from tests import event_files
 from tests.apps.train import toy_run
 from tests.models import toy_model

@@ -32,7 +32,6 @@ import moe
 from moe import __main__ as moe_program
 from moe import metrics as moe_metrics
 from moe import models as moe_models
-from t5x_lite import cli
 from t5x_lite import data
 from t5x_lite import errors
 from t5x_lite import gin_utils
@@ -51,6 +50,7 @@ from t5x_lite.apps.precompile import command as precompile
 from t5x_lite.checkpoints import hugging_face
 from t5x_lite.checkpoints import sources as checkpoint_sources
 from t5x_lite.checkpoints.hugging_face import gin_files as hugging_face_gin
+from t5x_lite.command_line import cli
 from t5x_lite.compat import names
 from t5x_lite.configuration import syntax as gin_syntax
 from tests.data import registries

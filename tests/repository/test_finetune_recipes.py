@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from t5x_lite import checkpoints
-from t5x_lite import cli
 from t5x_lite import gin_utils
 from t5x_lite import tree_utils
 from t5x_lite.apps.convert import report as convert_report
 from t5x_lite.apps.convert import run as convert
 from t5x_lite.checkpoints import hugging_face
 from t5x_lite.checkpoints.hugging_face import network
+from t5x_lite.command_line import cli
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.data import ByteVocabulary
 from t5x_lite.data import tokenizer_folders

@@ -77,7 +77,7 @@ def test_everything_imports():
 )
 def test_training_runs(tmp_path, flags):
   code = _ABSENT + textwrap.dedent("""
-      from t5x_lite import cli
+      from t5x_lite.command_line import cli
       sys.exit(cli.main(sys.argv[1:]))
   """)
   done = _run(
@@ -147,7 +147,7 @@ def test_files_are_read_with_grain(own_task):
 def test_training_runs_on_files_with_grain(own_task):
   code = _ABSENT.replace("'grain', ", '') + textwrap.dedent("""
       sys.path.insert(0, sys.argv.pop())
-      from t5x_lite import cli
+      from t5x_lite.command_line import cli
       status = cli.main(sys.argv[1:])
       assert 'grain' in sys.modules and not {'tensorflow', 'seqio', 't5'} & set(sys.modules)
       sys.exit(status)
@@ -193,7 +193,7 @@ def test_import_is_light():
 def test_help_does_not_import_jax():
   code = textwrap.dedent("""
       import sys
-      from t5x_lite import cli
+      from t5x_lite.command_line import cli
       try:
         cli.main(['--help'])
       except SystemExit as stop:

@@ -298,7 +298,7 @@ def _first_example(program, folder, env):
 _LOOK_AROUND = textwrap.dedent("""
     import contextlib, importlib, importlib.metadata, importlib.util, io, pkgutil, sys
     import moe.commands, moe.__main__, t5x_lite
-    from t5x_lite import cli
+    from t5x_lite.command_line import cli
     from t5x_lite.apps import commands
     from t5x_lite.configuration import syntax as gin_syntax
     for package in (moe, t5x_lite):

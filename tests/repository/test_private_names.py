@@ -149,7 +149,7 @@ def test_listed_name_exists(name):
 
 
 def test_flags_probe_runs():
-  from t5x_lite import cli_platform
+  from t5x_lite.command_line import platform as cli_platform
 
   exec(cli_platform._PROBE, {})  # pylint: disable=exec-used
 

@@ -7,8 +7,8 @@ import pathlib
 
 import pytest
 
-from t5x_lite import cli
 from t5x_lite import gin_utils
+from t5x_lite.command_line import cli
 
 _FOLDER = pathlib.Path(__file__).parents[1] / 'golden' / 'recorded_configurations'
 _FILES = sorted(path.stem for path in _FOLDER.glob('*.gin'))

@@ -29,7 +29,7 @@ _PARTS = {
   't5x_lite.checkpoints.hugging_face',
   't5x_lite.data.text_sources',
   't5x_lite.data.file_tasks',
-  't5x_lite.cli_errors',
+  't5x_lite.command_line.errors',
   't5x_lite.interactive',
   't5x_lite.apps.vocab.command',
 }

@@ -10,10 +10,10 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 import pytest
 
-from t5x_lite import cli
 from t5x_lite import runtime
 from t5x_lite.apps.precompile import command as precompile_command
 from t5x_lite.apps.precompile import run as precompile_lib
+from t5x_lite.command_line import cli
 from t5x_lite.runtime import compilation_cache as cache_lib
 from tests.apps.precompile.toy_precompile import GIN
 from tests.apps.precompile.toy_precompile import kept_settings

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from t5x_lite import cli_platform
 from t5x_lite import runtime
+from t5x_lite.command_line import platform as cli_platform
 from t5x_lite.errors import ConfigError
 
 _FLAG = runtime.FAST_COMPILATION_FLAG

@@ -9,8 +9,8 @@ import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import errors
-from t5x_lite import files
-from t5x_lite import object_store
+from t5x_lite.storage import files
+from t5x_lite.storage import object_store
 from t5x_lite.storage import open_folders
 
 _CFG = checkpoints.SaveCheckpointConfig()

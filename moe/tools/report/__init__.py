@@ -3,6 +3,6 @@
 from moe.tools.report.data import History
 from moe.tools.report.data import Layer
 from moe.tools.report.data import read
-from moe.tools.report.page import write
+from moe.tools.report.html_page import write
 
 __all__ = ['History', 'Layer', 'read', 'write']

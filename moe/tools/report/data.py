@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from moe import metrics as moe_metrics
-from t5x_lite import files
-from t5x_lite import summaries
 from t5x_lite.errors import DataError, did_you_mean
+from t5x_lite.storage import files
+from t5x_lite.trainer import summaries
 
 _LAYER_METRIC = re.compile(rf'{moe_metrics.PREFIX}/(.+)/layers_(\d+)/([^/]+)')
 # Values "at the end" are means over this last part of the periods, because a single period is noisy.

@@ -11,17 +11,17 @@ from typing import Any
 
 import clu.values
 
-from t5x_lite import actions as actions_lib
 from t5x_lite import data
 from t5x_lite import evaluation
 from t5x_lite import models
 from t5x_lite import runtime
-from t5x_lite import summaries
-from t5x_lite import trainer as trainer_lib
-from t5x_lite.actions import ActionMode
-from t5x_lite.actions import Stop
 from t5x_lite.apps.common import report
 from t5x_lite.evaluation import MEAN
+from t5x_lite.trainer import actions as actions_lib
+from t5x_lite.trainer import summaries
+from t5x_lite.trainer import trainer as trainer_lib
+from t5x_lite.trainer.actions import ActionMode
+from t5x_lite.trainer.actions import Stop
 
 MetricsByTask = Mapping[str, Mapping[str, clu.values.Value]]
 

@@ -511,7 +511,7 @@ def load_configuration(
   Raises:
     ConfigError: no gin file is given, or the configuration is invalid.
   """
-  from t5x_lite import module_imports
+  from t5x_lite.configuration import module_imports
 
   # Before other imports, which try optional packages.
   module_imports.restrict(invocation.allowed_modules)

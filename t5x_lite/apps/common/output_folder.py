@@ -13,8 +13,8 @@ import shutil
 from typing import Any
 
 from t5x_lite import checks
-from t5x_lite import files
 from t5x_lite.errors import CheckpointError
+from t5x_lite.storage import files
 
 _logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def replacing(target: files.Path, *, last: str) -> Iterator[pathlib.Path]:
     last: name of the file that makes the folder valid.
   """
   if not isinstance(target, pathlib.Path):  # in a store
-    from t5x_lite import uploads
+    from t5x_lite.storage import uploads
 
     with uploads.uploaded_folder(target, last=last) as temporary:
       yield temporary

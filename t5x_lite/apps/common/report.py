@@ -13,20 +13,20 @@ import numpy as np
 from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import evaluation
-from t5x_lite import files
-from t5x_lite import json_lines
 from t5x_lite import layers
 from t5x_lite import metrics as metrics_lib
-from t5x_lite import non_finite
 from t5x_lite import partitioning
-from t5x_lite import summaries
 from t5x_lite import tree_utils
-from t5x_lite.apps.common import start as start_lib
+from t5x_lite.apps.common import starting_point
 from t5x_lite.formatting import format_bytes
 from t5x_lite.formatting import format_cell
 from t5x_lite.formatting import format_number
 from t5x_lite.formatting import format_table
 from t5x_lite.formatting import printable
+from t5x_lite.storage import files
+from t5x_lite.storage import json_lines
+from t5x_lite.trainer import non_finite
+from t5x_lite.trainer import summaries
 from t5x_lite.types import PyTree
 
 # Shown first, in this order; the others follow by name. Rates, counts and optimizer metrics are only in the files.
@@ -52,7 +52,7 @@ def describe(
   train_state_shape: PyTree,
   partitioner: partitioning.PjitPartitioner,
   specs: Mapping[str, Mapping[str, Any]],
-  start: start_lib.StartingPoint,
+  start: starting_point.StartingPoint,
   plan: str,
   num_microbatches: int,
   attention_kernels: Sequence[layers.KernelChoice] = (),

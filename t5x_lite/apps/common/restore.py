@@ -16,16 +16,16 @@ import jax
 from t5x_lite import checkpoints
 from t5x_lite import checks
 from t5x_lite import data
-from t5x_lite import files
 from t5x_lite import models
 from t5x_lite import multihost
 from t5x_lite import optimizers
 from t5x_lite import partitioning
-from t5x_lite import state_init
-from t5x_lite.apps.common import start as start_lib
+from t5x_lite.apps.common import starting_point
 from t5x_lite.errors import CheckpointDamagedError, CheckpointError
+from t5x_lite.storage import files
 from t5x_lite.train_state import FlaxOptimTrainState
 from t5x_lite.train_state import InferenceState
+from t5x_lite.trainer import state_init
 from t5x_lite.types import Params, PyTree
 
 _logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ def restore_for_inference(
       paths = start.paths_of_models
       if any(_needs_optimizer_state(path, model, shape) for path in paths):
         start_initializer = full_state_initializer()
-      start_lib.check_start(
+      starting_point.check_start(
         start,
         start_initializer.global_train_state_shape,
         model,
@@ -146,10 +146,10 @@ def for_inference(cfg: checkpoints.RestoreCheckpointConfig) -> checkpoints.Resto
 def _seed(cfg: checkpoints.RestoreCheckpointConfig | None) -> checks.Expectation:
   """Expect a seed, which is required if missing parameters are initialised."""
   if cfg is None or not cfg.fallback_to_scratch:
-    return start_lib.SEED
+    return starting_point.SEED
   return checks.Expectation(
     'an integer if `RestoreCheckpointConfig.fallback_to_scratch` is True',
-    lambda seed: seed is not None and start_lib.SEED.holds(seed),
+    lambda seed: seed is not None and starting_point.SEED.holds(seed),
     'Set a seed for missing parameters, or set `fallback_to_scratch` to False.',
   )
 
@@ -200,16 +200,16 @@ def _needs_optimizer_state(path: str, model: models.BaseModel, shape: InferenceS
 
 def _find(
   cfg: checkpoints.RestoreCheckpointConfig | None, may_be_random: bool
-) -> list[start_lib.StartingPoint]:
+) -> list[starting_point.StartingPoint]:
   paths = []
   if cfg is not None:
     for path in cfg.paths:
       _check_path(path, cfg.mode)
     _, paths = checkpoints.get_first_valid_restore_config_and_paths([cfg])
   if paths:
-    return [start_lib.StartingPoint(path=path, restore_cfg=cfg) for path in paths]
+    return [starting_point.StartingPoint(path=path, restore_cfg=cfg) for path in paths]
   if cfg is not None and cfg.builders and not cfg.paths:
-    return [start_lib.StartingPoint(restore_cfg=cfg)]
+    return [starting_point.StartingPoint(restore_cfg=cfg)]
   if cfg is None or not cfg.paths:
     where = 'No checkpoint is configured'
   else:
@@ -221,7 +221,7 @@ def _find(
       'use random parameters.'
     )
   _logger.warning('%s: using random parameters (fallback_init_rng).', where)
-  return [start_lib.StartingPoint()]
+  return [starting_point.StartingPoint()]
 
 
 def with_recorded_ids(dataset_cfg: Any, cfg: checkpoints.RestoreCheckpointConfig | None) -> Any:
@@ -289,7 +289,7 @@ def _restore_each(
     if start.is_new or may_begin:
       rng = init_rng
     try:
-      state, restored = start_lib.make_state(start, initializer, partitioner, model, rng)
+      state, restored = starting_point.make_state(start, initializer, partitioner, model, rng)
     except CheckpointDamagedError as error:
       if not is_of_all:
         raise

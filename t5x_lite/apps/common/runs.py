@@ -4,10 +4,10 @@ from collections.abc import Sequence
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
-from t5x_lite import files
 from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.apps.common.flags import load_configuration
 from t5x_lite.errors import CheckpointError, ConfigError, did_you_mean
+from t5x_lite.storage import files
 
 if TYPE_CHECKING:
   from t5x_lite import gin_utils

@@ -143,10 +143,10 @@ def run_command(invocation: Invocation) -> int:
 
   # Conversion needs no accelerator.
   jax.config.update('jax_platforms', 'cpu')
-  from t5x_lite import module_imports
   from t5x_lite import runtime
   from t5x_lite.apps.convert import report as convert_report
   from t5x_lite.apps.convert import run as convert
+  from t5x_lite.configuration import module_imports
 
   if flags.module is not None:
     module_imports.import_module(flags.module, what='`--module`')

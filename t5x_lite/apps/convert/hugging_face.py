@@ -9,7 +9,6 @@ import tempfile
 from typing import Any
 
 from t5x_lite import checks
-from t5x_lite import files
 from t5x_lite.apps.convert import source_network
 from t5x_lite.apps.convert import targets
 from t5x_lite.apps.convert.state_plan import AVERAGE
@@ -21,6 +20,7 @@ from t5x_lite.checkpoints import sources
 from t5x_lite.checkpoints.hugging_face import tokenizer_files
 from t5x_lite.checkpoints.hugging_face import writer
 from t5x_lite.errors import T5xLiteError
+from t5x_lite.storage import files
 
 
 @dataclasses.dataclass(frozen=True)

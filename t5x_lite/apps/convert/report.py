@@ -4,7 +4,6 @@ import dataclasses
 import re
 import shlex
 
-from t5x_lite import files
 from t5x_lite.apps.convert import formats
 from t5x_lite.apps.convert.targets import Conversion
 from t5x_lite.checkpoints import hugging_face
@@ -13,6 +12,7 @@ from t5x_lite.checkpoints.hugging_face import Family
 from t5x_lite.data import tokenizer_folders
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.formatting import format_bytes
+from t5x_lite.storage import files
 
 
 def describe(done: Conversion) -> str:

@@ -21,7 +21,6 @@ import numpy as np
 
 from t5x_lite import checkpoints
 from t5x_lite import checks
-from t5x_lite import files
 from t5x_lite import runtime
 from t5x_lite.apps.common import output_folder
 from t5x_lite.apps.convert import formats
@@ -37,6 +36,7 @@ from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import sources
 from t5x_lite.errors import CheckpointError
 from t5x_lite.formatting import format_bytes
+from t5x_lite.storage import files
 
 __all__ = ('FORMATS', 'OPTIMIZER_STATE', 'Conversion', 'convert', 'open_newest')
 

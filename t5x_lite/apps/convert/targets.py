@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from t5x_lite import checks
-from t5x_lite import files
 from t5x_lite.apps.convert import source_network
 from t5x_lite.apps.convert.state_plan import AVERAGE
 from t5x_lite.apps.convert.state_plan import OPTIMIZER_STATE
@@ -26,6 +25,7 @@ from t5x_lite.checkpoints import hugging_face
 from t5x_lite.checkpoints import sources
 from t5x_lite.checkpoints import streaming
 from t5x_lite.networks.t5_config import PARAM_LAYOUTS
+from t5x_lite.storage import files
 
 MakeFn = Callable[[str], np.ndarray]
 # Limit for arrays that are compressed at the same time; a larger array is compressed alone.

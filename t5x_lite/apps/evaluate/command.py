@@ -4,7 +4,6 @@ import argparse
 import os
 from typing import Any
 
-from t5x_lite import files
 from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.apps.common.flags import add_gin_arguments
 from t5x_lite.apps.common.flags import add_seqio_arguments
@@ -14,6 +13,7 @@ from t5x_lite.apps.common.runs import FoundRun
 from t5x_lite.apps.common.runs import resolve_run
 from t5x_lite.errors import ConfigError, ExitCode
 from t5x_lite.formatting import show
+from t5x_lite.storage import files
 
 _RUN_FILE = 'runs/eval.gin'
 # Values of required macros that do not affect evaluation.

@@ -9,14 +9,14 @@ from t5x_lite import checkpoints
 from t5x_lite import checks
 from t5x_lite import data
 from t5x_lite import evaluation
-from t5x_lite import files
 from t5x_lite import gin_utils
 from t5x_lite import models
 from t5x_lite import partitioning
-from t5x_lite import state_init
-from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.common import output_folder
 from t5x_lite.checkpoints import builders
+from t5x_lite.storage import files
+from t5x_lite.trainer import state_init
+from t5x_lite.trainer import trainer as trainer_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

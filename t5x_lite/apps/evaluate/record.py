@@ -15,11 +15,11 @@ import numpy as np
 
 from t5x_lite import checkpoints
 from t5x_lite import evaluation
-from t5x_lite import files
 from t5x_lite import losses
 from t5x_lite import multihost
-from t5x_lite import untrusted
 from t5x_lite.errors import CheckpointError, ConfigError
+from t5x_lite.storage import files
+from t5x_lite.storage import untrusted
 
 FILENAME = 'evaluated.json'
 _VERSION = 1

@@ -18,12 +18,8 @@ import numpy as np
 from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import evaluation
-from t5x_lite import files
 from t5x_lite import multihost
 from t5x_lite import runtime
-from t5x_lite import standard_streams
-from t5x_lite import summaries
-from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.common import report
 from t5x_lite.apps.common import restore as restore_lib
 from t5x_lite.apps.common import waiting
@@ -33,10 +29,14 @@ from t5x_lite.apps.common.options import takes_options
 from t5x_lite.apps.evaluate import record as eval_record
 from t5x_lite.apps.evaluate.config import EvaluateConfig
 from t5x_lite.checkpoints import builders
+from t5x_lite.command_line import standard_streams
 from t5x_lite.errors import CheckpointDamagedError, ConfigError, StoppedOnSignalError, did_you_mean
 from t5x_lite.evaluation import InferenceEvaluator
 from t5x_lite.formatting import format_number
 from t5x_lite.formatting import show
+from t5x_lite.storage import files
+from t5x_lite.trainer import summaries
+from t5x_lite.trainer import trainer as trainer_lib
 
 # T5X's names.
 __all__ = ['InferenceEvaluator', 'evaluate']

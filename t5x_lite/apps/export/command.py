@@ -3,7 +3,6 @@
 import argparse
 import os
 
-from t5x_lite import files
 from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.apps.common.flags import add_gin_arguments
 from t5x_lite.apps.common.flags import join_cluster
@@ -12,6 +11,7 @@ from t5x_lite.apps.common.flags import with_run_file
 from t5x_lite.apps.common.runs import resolve_run
 from t5x_lite.errors import ConfigError, ExitCode
 from t5x_lite.formatting import show
+from t5x_lite.storage import files
 
 _RUN_FILE = 'runs/export.gin'
 # Values of required macros that do not affect an export.

@@ -31,11 +31,9 @@ import numpy as np
 import t5x_lite
 from t5x_lite import checkpoints
 from t5x_lite import checks
-from t5x_lite import files
 from t5x_lite import layers
 from t5x_lite import models
 from t5x_lite import partitioning
-from t5x_lite import untrusted
 from t5x_lite.apps.common import output_folder
 from t5x_lite.apps.common import restore as restore_lib
 from t5x_lite.apps.export import functions as export_functions
@@ -45,6 +43,8 @@ from t5x_lite.data.features import get_converter
 from t5x_lite.data.vocabularies import kind_of
 from t5x_lite.errors import ConfigError, T5xLiteError
 from t5x_lite.formatting import format_bytes
+from t5x_lite.storage import files
+from t5x_lite.storage import untrusted
 
 MANIFEST = 'manifest.json'
 PARAMS_FILE = 'params.npz'

@@ -15,7 +15,7 @@ import warnings
 import jax
 import numpy as np
 
-from t5x_lite import module_imports
+from t5x_lite.configuration import module_imports
 from t5x_lite.errors import ConfigError, needs_packages
 
 _DEFAULT_SIGNATURE = 'serving_default'

@@ -12,7 +12,6 @@ import sys
 import tempfile
 from typing import Any
 
-from t5x_lite import files
 from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.apps.common.flags import add_gin_arguments
 from t5x_lite.apps.common.flags import add_seqio_arguments
@@ -22,6 +21,7 @@ from t5x_lite.apps.common.flags import with_run_file
 from t5x_lite.apps.common.runs import resolve_run
 from t5x_lite.errors import ConfigError, ExitCode
 from t5x_lite.formatting import show
+from t5x_lite.storage import files
 
 _RUN_FILE = 'runs/infer.gin'
 _STANDARD = '-'

@@ -11,17 +11,17 @@ from typing import Any
 from t5x_lite import checkpoints
 from t5x_lite import checks
 from t5x_lite import data
-from t5x_lite import files
 from t5x_lite import gin_utils
 from t5x_lite import models
 from t5x_lite import partitioning
-from t5x_lite import state_init
 from t5x_lite.apps.common import output_folder
-from t5x_lite.apps.common import start
+from t5x_lite.apps.common import starting_point as start
 from t5x_lite.apps.infer.jsonl import write_inferences_to_file
 from t5x_lite.apps.infer.merge import merge_chunks_to_file
 from t5x_lite.apps.infer.paths import ResultPaths
 from t5x_lite.checkpoints import builders
+from t5x_lite.storage import files
+from t5x_lite.trainer import state_init
 
 _BOOL = checks.instance(bool, 'True or False')
 MODES = ('predict', 'predict_with_aux', 'score')

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 
 from t5x_lite import checks
-from t5x_lite import files
 from t5x_lite.errors import ConfigError
-from t5x_lite.json_lines import JsonEncoder
-from t5x_lite.json_lines import to_line
+from t5x_lite.storage import files
+from t5x_lite.storage.json_lines import JsonEncoder
+from t5x_lite.storage.json_lines import to_line
 from t5x_lite.types import PyTree
 
 # Predictions or scores of examples, and auxiliary outputs; the first axis of every array is the example.

@@ -9,9 +9,9 @@ import pathlib
 import shutil
 from typing import Any
 
-from t5x_lite import files
 from t5x_lite.apps.infer import paths as paths_lib
 from t5x_lite.errors import ConfigError, DataError
+from t5x_lite.storage import files
 
 _LOCK_FILE = 'merge.lock'
 # Of each shard's file.

@@ -23,8 +23,8 @@ import os
 import pathlib
 from typing import Any
 
-from t5x_lite import files
 from t5x_lite.errors import ConfigError
+from t5x_lite.storage import files
 
 # Files in a shard's folder and in the run's folder.
 RUN_FILE = 'run.json'

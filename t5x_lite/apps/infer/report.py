@@ -6,13 +6,13 @@ import itertools
 import textwrap
 from typing import Any
 
-from t5x_lite import files
-from t5x_lite import json_lines
 from t5x_lite.apps.infer.paths import ResultPaths
 from t5x_lite.formatting import format_cell
 from t5x_lite.formatting import format_duration
 from t5x_lite.formatting import format_number
 from t5x_lite.formatting import format_table
+from t5x_lite.storage import files
+from t5x_lite.storage import json_lines
 
 _NUM_SHOWN = 3
 

@@ -22,7 +22,6 @@ from t5x_lite import data
 from t5x_lite import evaluation
 from t5x_lite import multihost
 from t5x_lite import runtime
-from t5x_lite import standard_streams
 from t5x_lite.apps.common import report
 from t5x_lite.apps.common import restore as restore_lib
 from t5x_lite.apps.common import waiting
@@ -39,6 +38,7 @@ from t5x_lite.apps.infer.merge import merged_totals
 from t5x_lite.apps.infer.report import Outcome
 from t5x_lite.apps.infer.store import ShardStore
 from t5x_lite.apps.infer.store import num_shard_examples
+from t5x_lite.command_line import standard_streams
 from t5x_lite.errors import ConfigError, StoppedOnSignalError, of_other_process
 from t5x_lite.formatting import show
 

@@ -12,10 +12,10 @@ import tempfile
 from typing import Any
 
 from t5x_lite import checks
-from t5x_lite import files
 from t5x_lite.apps.infer import merge as merge_lib
 from t5x_lite.apps.infer import paths as paths_lib
 from t5x_lite.errors import ConfigError, DataError
+from t5x_lite.storage import files
 
 _VERSION = 1
 

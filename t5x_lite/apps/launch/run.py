@@ -20,9 +20,9 @@ import time
 from typing import IO
 
 from t5x_lite import checks
+from t5x_lite.command_line.standard_streams import write_without_waiting
 from t5x_lite.errors import ConfigError, ExitCode
 from t5x_lite.runtime import cluster_environment as names
-from t5x_lite.standard_streams import write_without_waiting
 
 # After the failure of a process, the others have this time to end, and the same time again after SIGTERM.
 _END_SECONDS = 15.0

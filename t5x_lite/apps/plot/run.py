@@ -6,12 +6,12 @@ import os
 import re
 
 from t5x_lite import checkpoints
-from t5x_lite import files
-from t5x_lite import summaries
-from t5x_lite import untrusted
 from t5x_lite.apps.common import figures
 from t5x_lite.apps.plot import drawing
 from t5x_lite.errors import CheckpointDamagedError, ConfigError, DataError, did_you_mean
+from t5x_lite.storage import files
+from t5x_lite.storage import untrusted
+from t5x_lite.trainer import summaries
 
 _logger = logging.getLogger(__name__)
 

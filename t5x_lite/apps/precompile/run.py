@@ -24,17 +24,17 @@ import numpy as np
 from t5x_lite import checks
 from t5x_lite import data
 from t5x_lite import evaluation
-from t5x_lite import files
 from t5x_lite import models
 from t5x_lite import multihost
 from t5x_lite import partitioning
 from t5x_lite import runtime
 from t5x_lite import schedules
-from t5x_lite import trainer as trainer_lib
-from t5x_lite.apps.common import parts as parts_lib
-from t5x_lite.apps.common import start as start_lib
+from t5x_lite.apps.common import starting_point
+from t5x_lite.apps.common import trainer_setup
 from t5x_lite.formatting import format_bytes
 from t5x_lite.formatting import format_table
+from t5x_lite.storage import files
+from t5x_lite.trainer import trainer as trainer_lib
 
 HLO_FOLDER = 'precompile'
 
@@ -80,7 +80,7 @@ class CompiledProgram:
 
 
 # Arguments of `train` that determine the programs of a run.
-_SIGNATURE = inspect.signature(parts_lib.RunConfig)
+_SIGNATURE = inspect.signature(trainer_setup.RunConfig)
 TRAIN_ARGUMENTS = tuple(_SIGNATURE.parameters)
 # T5X's learning rate of a program without a trainer.
 _LEARNING_RATE = 1e-3
@@ -154,17 +154,17 @@ def precompile(
     **train_arguments,
   }
   checks.bind_arguments('precompile', _SIGNATURE, (), options)
-  cfg = parts_lib.RunConfig(**options)
+  cfg = trainer_setup.RunConfig(**options)
   if compilation_cache_dir is not None:
     runtime.use_compilation_cache(compilation_cache_dir)
-  seed = start_lib.choose_seed(cfg.random_seed)
+  seed = starting_point.choose_seed(cfg.random_seed)
   if write_hlo:
     folder = files.path(cfg.model_dir) / HLO_FOLDER
   else:
     folder = None
   with contextlib.ExitStack() as stack:
-    run_data = parts_lib.open_data(stack, cfg, note_fn=note_fn)
-    trainer, initializer, init_rng = parts_lib.make_trainer(
+    run_data = trainer_setup.open_data(stack, cfg, note_fn=note_fn)
+    trainer, initializer, init_rng = trainer_setup.make_trainer(
       stack, cfg, run_data, random_seed=seed, summary_dir=None
     )
     state_shape = initializer.global_train_state_shape
@@ -179,7 +179,7 @@ def precompile(
     compile_program(
       'initial state',
       lambda: initializer.lower(
-        init_rng, start_lib.initial_stacks(trainer, initializer, cfg.partitioner)
+        init_rng, starting_point.initial_stacks(trainer, initializer, cfg.partitioner)
       ),
     )
     compile_program(

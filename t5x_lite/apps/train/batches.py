@@ -11,9 +11,9 @@ import jax
 from t5x_lite import data
 from t5x_lite import multihost
 from t5x_lite import runtime
-from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.common import waiting
 from t5x_lite.errors import DataError, DataStalledError
+from t5x_lite.trainer import trainer as trainer_lib
 from t5x_lite.types import Batch
 
 T = TypeVar('T')

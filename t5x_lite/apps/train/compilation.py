@@ -11,7 +11,7 @@ import jax
 
 from t5x_lite import partitioning
 from t5x_lite import runtime
-from t5x_lite import trainer as trainer_lib
+from t5x_lite.trainer import trainer as trainer_lib
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,18 +5,18 @@ import dataclasses
 import functools
 from typing import Any, Literal, Self
 
-from t5x_lite import actions as actions_lib
 from t5x_lite import checkpoints
 from t5x_lite import checks
 from t5x_lite import runtime
-from t5x_lite.actions import ActionMode
 from t5x_lite.apps.common import plan as plan_lib
-from t5x_lite.apps.common.parts import RunConfig
+from t5x_lite.apps.common.trainer_setup import RunConfig
 from t5x_lite.apps.train.step_log import LogConfig
 from t5x_lite.compat import names as t5x_names
 from t5x_lite.evaluation import INFERENCE_EVAL
 from t5x_lite.evaluation import TRAINING_EVAL
 from t5x_lite.evaluation import When
+from t5x_lite.trainer import actions as actions_lib
+from t5x_lite.trainer.actions import ActionMode
 
 _STEPS_REMEDY = (
   'Steps are int32. total_steps counts from step 0 of the model; relative_steps counts from the '

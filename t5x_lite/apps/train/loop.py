@@ -13,18 +13,10 @@ import clu.values
 import jax
 import numpy as np
 
-from t5x_lite import actions as actions_lib
 from t5x_lite import checks
-from t5x_lite import files
 from t5x_lite import multihost
 from t5x_lite import runtime
-from t5x_lite import summaries
-from t5x_lite import trainer as trainer_lib
-from t5x_lite.actions import TRAIN_METRIC_KEY
-from t5x_lite.actions import ActionMode
-from t5x_lite.actions import Stop
-from t5x_lite.actions import run_actions
-from t5x_lite.apps.common import start as start_lib
+from t5x_lite.apps.common import starting_point
 from t5x_lite.apps.common import waiting
 from t5x_lite.apps.common.plan import Stretch
 from t5x_lite.apps.train.batches import no_batch_error
@@ -40,7 +32,15 @@ from t5x_lite.errors import (
 )
 from t5x_lite.evaluation import Threshold
 from t5x_lite.formatting import capitalized
+from t5x_lite.storage import files
 from t5x_lite.train_state import TrainState
+from t5x_lite.trainer import actions as actions_lib
+from t5x_lite.trainer import summaries
+from t5x_lite.trainer import trainer as trainer_lib
+from t5x_lite.trainer.actions import TRAIN_METRIC_KEY
+from t5x_lite.trainer.actions import ActionMode
+from t5x_lite.trainer.actions import Stop
+from t5x_lite.trainer.actions import run_actions
 
 
 class EndKind(enum.IntEnum):
@@ -523,7 +523,7 @@ class TrainLoop:
       self.saves.check_directory()  # without its checkpoints the run would begin again
     bad_step_age = trainer.step - finding.step
     try:
-      point = start_lib.choose_start(cfg.model_dir, cfg.checkpoint_cfg)
+      point = starting_point.choose_start(cfg.model_dir, cfg.checkpoint_cfg)
     except CheckpointDamagedError:  # The first steps were bad.
       if start.resumes:
         raise

@@ -14,23 +14,23 @@ from typing import Any, Self
 import jax
 
 from t5x_lite import checkpoints
-from t5x_lite import files
 from t5x_lite import multihost
 from t5x_lite import runtime
-from t5x_lite import standard_streams
-from t5x_lite import summaries
 from t5x_lite.apps.common import memory as memory_lib
-from t5x_lite.apps.common import parts as parts_lib
 from t5x_lite.apps.common import plan as plan_lib
-from t5x_lite.apps.common import start as start_lib
+from t5x_lite.apps.common import starting_point
+from t5x_lite.apps.common import trainer_setup
 from t5x_lite.apps.common import waiting
 from t5x_lite.apps.common.evaluations import RunEvaluations
 from t5x_lite.apps.train.batches import TrainBatches
 from t5x_lite.apps.train.compilation import log_compilation
 from t5x_lite.apps.train.config import TrainConfig
+from t5x_lite.command_line import standard_streams
 from t5x_lite.errors import ConfigError, ExitCode, StoppedOnSignalError
 from t5x_lite.runtime import cluster_environment
+from t5x_lite.storage import files
 from t5x_lite.train_state import TrainState
+from t5x_lite.trainer import summaries
 
 
 class OpenRun(contextlib.AbstractContextManager):
@@ -138,13 +138,15 @@ class OpenRun(contextlib.AbstractContextManager):
     """Find the run's own newest sound checkpoint, else the configured one, else start with new parameters."""
     self.progress.note('looking for checkpoints')
     with runtime.reporting_errors():
-      self.start = start_lib.choose_start(self.cfg.model_dir, self.cfg.checkpoint_cfg)
-    if start_lib.has_earlier_sentinels(self.start):  # A run of an earlier version keeps its ids.
+      self.start = starting_point.choose_start(self.cfg.model_dir, self.cfg.checkpoint_cfg)
+    if starting_point.has_earlier_sentinels(
+      self.start
+    ):  # A run of an earlier version keeps its ids.
       self.cfg = self.cfg.with_earlier_sentinels()
 
   def open_data(self) -> None:
     """Open training data, sharded over processes and devices, and the data of evaluations."""
-    self.data = parts_lib.open_data(
+    self.data = trainer_setup.open_data(
       self.stack,
       self.cfg,
       num_prefetched_batches=self.cfg.num_prefetched_batches,
@@ -164,7 +166,7 @@ class OpenRun(contextlib.AbstractContextManager):
 
   def plan_steps(self) -> None:
     """Find the first and the last step."""
-    self.facts = start_lib.facts_of_run(self.start, self.cfg.random_seed)
+    self.facts = starting_point.facts_of_run(self.start, self.cfg.random_seed)
     start_step = self.facts['start_step']
     self.last_step = _find_last_step(self.cfg, self.start, start_step)
     self.progress.step = self.start.step
@@ -174,7 +176,7 @@ class OpenRun(contextlib.AbstractContextManager):
   def make_trainer(self) -> None:
     """Make the trainer from the shapes of the state, and check that they fit the checkpoint and the memory."""
     cfg = self.cfg
-    self.trainer, self.initializer, self.init_rng = parts_lib.make_trainer(
+    self.trainer, self.initializer, self.init_rng = trainer_setup.make_trainer(
       self.stack,
       cfg,
       self.data,
@@ -187,9 +189,13 @@ class OpenRun(contextlib.AbstractContextManager):
     memory_lib.check_run(shape, cfg.partitioner, self.data.element_specs)
     if not self.start.is_new:
       checkpoints.check_keeps_dtypes(shape.state_dict(), self.start.restore_cfg)
-    self.start = start_lib.without_other_optimizer(self.start, shape)
-    self.fit = start_lib.check_start(self.start, shape, cfg.model, applies_transforms=cfg.dry_run)
-    start_lib.report_learning_rates(self.start, self.trainer, shape, self.last_step, fit=self.fit)
+    self.start = starting_point.without_other_optimizer(self.start, shape)
+    self.fit = starting_point.check_start(
+      self.start, shape, cfg.model, applies_transforms=cfg.dry_run
+    )
+    starting_point.report_learning_rates(
+      self.start, self.trainer, shape, self.last_step, fit=self.fit
+    )
 
   def make_evaluations(self) -> None:
     """Make the evaluations, which a signal interrupts, and check the metrics of save policies."""
@@ -212,16 +218,16 @@ class OpenRun(contextlib.AbstractContextManager):
   def restore_position(self) -> None:
     """Restore the position in the data, before the state: the checkpoint may hold a position in other data."""
     batches = self.data.batches
-    data_state, num_data_processes = start_lib.read_position(self.start)
+    data_state, num_data_processes = starting_point.read_position(self.start)
     if data_state is not None:
-      start_lib.warn_of_process_count(self.start, num_data_processes, batches)
+      starting_point.warn_of_process_count(self.start, num_data_processes, batches)
       batches.set_state(data_state)
       self.waits.until(batches.open, 'restoring the position in the training data')
     elif self.start.resumes:
       logging.getLogger(__name__).warning(
         'The checkpoint has no position in the data (save_dataset=False): the data starts from its beginning.'
       )
-    start_lib.record_data(self.start, self.facts, self.cfg.train_dataset_cfg)
+    starting_point.record_data(self.start, self.facts, self.cfg.train_dataset_cfg)
     self.batches = TrainBatches(
       batches,
       should_stop=self.signals.is_due,
@@ -266,9 +272,9 @@ class OpenRun(contextlib.AbstractContextManager):
       first_step, last_step=self.last_step, pause_steps=self.profiler.pause_steps
     )
 
-  def set_state(self, point: start_lib.StartingPoint) -> checkpoints.RestoredCheckpoint | None:
+  def set_state(self, point: starting_point.StartingPoint) -> checkpoints.RestoredCheckpoint | None:
     """Give the trainer the state of a starting point; see `start.set_state`."""
-    return start_lib.set_state(
+    return starting_point.set_state(
       self.trainer, point, self.initializer, self.cfg.partitioner, self.cfg.model, self.init_rng
     )
 
@@ -327,7 +333,9 @@ def _launcher_hooks() -> tuple[Callable[[runtime.Event], None], ...]:
   return (tell,)
 
 
-def _find_last_step(cfg: TrainConfig, start: start_lib.StartingPoint, start_step: int) -> float:
+def _find_last_step(
+  cfg: TrainConfig, start: starting_point.StartingPoint, start_step: int
+) -> float:
   """Return the last step of the configuration, see `plan.last_step_of_run`; raise if `start` is at a later step."""
   last_step = plan_lib.last_step_of_run(cfg.total_steps, cfg.relative_steps, start_step)
   if (

@@ -12,13 +12,10 @@ from t5x_lite import checkpoints
 from t5x_lite import multihost
 from t5x_lite import partitioning
 from t5x_lite import runtime
-from t5x_lite import summaries
-from t5x_lite.actions import TRAIN_METRIC_KEY
-from t5x_lite.actions import run_actions
-from t5x_lite.apps.common import parts as parts_lib
 from t5x_lite.apps.common import plan as plan_lib
 from t5x_lite.apps.common import report
-from t5x_lite.apps.common import start as start_lib
+from t5x_lite.apps.common import starting_point
+from t5x_lite.apps.common import trainer_setup
 from t5x_lite.apps.common.evaluations import due_names
 from t5x_lite.apps.common.options import takes_options
 from t5x_lite.apps.train.batches import no_batch_error
@@ -29,6 +26,9 @@ from t5x_lite.apps.train.open_run import OpenRun
 from t5x_lite.apps.train.saves import TrainSaves
 from t5x_lite.formatting import show
 from t5x_lite.train_state import TrainState
+from t5x_lite.trainer import summaries
+from t5x_lite.trainer.actions import TRAIN_METRIC_KEY
+from t5x_lite.trainer.actions import run_actions
 
 # T5X's names for `actions`.
 __all__ = ['TRAIN_METRIC_KEY', 'run_actions', 'train']
@@ -113,10 +113,10 @@ def _describe(run: OpenRun) -> None:
   start = run.start
   if start.step < run.last_step:
     _read_first_batch(run)
-  start_lib.check_values(
+  starting_point.check_values(
     start, run.state_shape, requires_finite=run.trainer.non_finite.policy.tests
   )
-  choices = parts_lib.trace_steps(run.trainer, run.data)
+  choices = trainer_setup.trace_steps(run.trainer, run.data)
   stretches = plan_lib.list_stretches(run.plan(start.step), run.last_step, run.cfg.longest_period)
   num_epochs = run.cfg.train_dataset_cfg.num_epochs
   text = report.describe(
@@ -149,7 +149,7 @@ def _make_state(run: OpenRun) -> None:
   run.progress.note(f'making the state: {run.start.description}')
   restored = run.set_state(run.start)
   if restored is not None and run.trainer.non_finite.policy.tests:
-    start_lib.check_finite(run.start, run.trainer.step_state)
+    starting_point.check_finite(run.start, run.trainer.step_state)
 
 
 def _find_end(run: OpenRun) -> tuple[float, tuple[str, ...]]:

@@ -10,15 +10,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from t5x_lite import actions as actions_lib
 from t5x_lite import checkpoints
-from t5x_lite import files
 from t5x_lite import multihost
-from t5x_lite.apps.common import start as start_lib
+from t5x_lite.apps.common import starting_point
 from t5x_lite.apps.train.open_run import OpenRun
 from t5x_lite.errors import CheckpointDamagedError, DataError, SaveError, of_other_process
 from t5x_lite.evaluation import TRAINING_EVAL
 from t5x_lite.formatting import capitalized
+from t5x_lite.storage import files
+from t5x_lite.trainer import actions as actions_lib
 
 # After a signal, a store that does not answer has this time; the checkpoint is then only in the spool folder.
 _STORE_SECONDS_AFTER_SIGNAL = 10.0
@@ -189,8 +189,8 @@ class TrainSaves:
         on_commit=on_commit,
         metadata={
           'run': facts,
-          **start_lib.layout_metadata(self._run_cfg.model),
-          **start_lib.optimizer_metadata(trainer.train_state),
+          **starting_point.layout_metadata(self._run_cfg.model),
+          **starting_point.optimizer_metadata(trainer.train_state),
         },
         is_sound=is_sound,
         problem=problem,

@@ -10,11 +10,11 @@ import jax
 from t5x_lite import checks
 from t5x_lite import metrics as metrics_lib
 from t5x_lite import runtime
-from t5x_lite import summaries
 from t5x_lite import tree_utils
 from t5x_lite.apps.common import report
 from t5x_lite.formatting import format_number
-from t5x_lite.non_finite import NON_FINITE_STEPS
+from t5x_lite.trainer import summaries
+from t5x_lite.trainer.non_finite import NON_FINITE_STEPS
 from t5x_lite.types import Batch
 
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from t5x_lite import checks
-from t5x_lite import files
 from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.errors import ConfigError, ExitCode
 from t5x_lite.formatting import show
+from t5x_lite.storage import files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,13 +17,13 @@ import re
 import numpy as np
 
 from t5x_lite import checks
-from t5x_lite import files
 from t5x_lite.data import corpora
 from t5x_lite.data.vocabularies import SentencePieceVocabulary
 from t5x_lite.data.vocabularies import sentencepiece_modules
 from t5x_lite.errors import ConfigError, DataError, did_you_mean
 from t5x_lite.formatting import format_table
 from t5x_lite.formatting import short_repr
+from t5x_lite.storage import files
 
 # Embedded corpora, by name.
 CORPORA: dict[str, Callable[[str], Iterable[str]]] = {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from t5x_lite import files
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import manifest
 from t5x_lite.checkpoints.folders import base
 from t5x_lite.checkpoints.folders import disk
+from t5x_lite.storage import files
 
 
 def model_folder(path: files.PathLike) -> base.Folder:

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import jax
 
 from t5x_lite import errors
-from t5x_lite import files
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import manifest
+from t5x_lite.storage import files
 
 _logger = logging.getLogger(__name__)
 

@@ -24,13 +24,13 @@ import uuid
 import jax
 
 from t5x_lite import errors
-from t5x_lite import files
 from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import lease
 from t5x_lite.checkpoints import manifest as manifest_lib
 from t5x_lite.checkpoints import state_io
 from t5x_lite.checkpoints.folders import base
+from t5x_lite.storage import files
 
 # Errors of `flock` on file systems without locks, or whose lock service does not answer.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from t5x_lite import checks
-from t5x_lite import files
-from t5x_lite import untrusted
 from t5x_lite.checks import Expectation
 from t5x_lite.errors import CheckpointError
+from t5x_lite.storage import files
+from t5x_lite.storage import untrusted
 
 MODEL_TYPES = ('t5', 'mt5', 'umt5', 'switch_transformers')
 

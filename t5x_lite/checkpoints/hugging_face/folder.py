@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from t5x_lite import files
 from t5x_lite.checkpoints.hugging_face import config_json
 from t5x_lite.checkpoints.hugging_face import families
 from t5x_lite.checkpoints.hugging_face import names
@@ -21,6 +20,7 @@ from t5x_lite.checkpoints.hugging_face.tensor_files import INDEX_FILE
 from t5x_lite.checkpoints.hugging_face.tensor_files import SINGLE_FILE
 from t5x_lite.checkpoints.hugging_face.tensor_files import SafetensorsFolder
 from t5x_lite.errors import CheckpointError, T5xLiteError
+from t5x_lite.storage import files
 
 CONFIG_FILE = 'config.json'
 _WEIGHTS = (

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 import os
 
 from t5x_lite import checks
-from t5x_lite import files
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints.hugging_face import config_json
 from t5x_lite.checkpoints.hugging_face.architecture import Architecture
@@ -15,6 +14,7 @@ from t5x_lite.checkpoints.hugging_face.folder import is_hugging_face_folder
 from t5x_lite.checkpoints.hugging_face.gin_files import suggest_gin
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks.t5_config import T5Config
+from t5x_lite.storage import files
 
 
 def network_config(

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
-from t5x_lite import files
-from t5x_lite import untrusted
 from t5x_lite.checkpoints.hugging_face import config_json
 from t5x_lite.errors import CheckpointError
 from t5x_lite.formatting import printable
+from t5x_lite.storage import files
+from t5x_lite.storage import untrusted
 
 if TYPE_CHECKING:
-  from t5x_lite import object_store
+  from t5x_lite.storage import object_store
 
 SINGLE_FILE = 'model.safetensors'
 INDEX_FILE = 'model.safetensors.index.json'
@@ -210,7 +210,7 @@ def _read_file(path: files.Path) -> tuple[dict[str, TensorEntry], dict[str, Any]
 
 def _read_object(path: 'object_store.StorePath', begin: int, end: int) -> np.ndarray:
   """Return uint8[end - begin] of an object in a store, several parts at a time."""
-  from t5x_lite import object_store
+  from t5x_lite.storage import object_store
 
   values = np.empty(end - begin, np.uint8)
 

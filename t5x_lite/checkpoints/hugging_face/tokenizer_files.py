@@ -11,8 +11,6 @@ import os
 import pathlib
 from typing import Any
 
-from t5x_lite import files
-from t5x_lite import untrusted
 from t5x_lite.checkpoints.hugging_face.families import Family
 from t5x_lite.data import tokenizer_folders
 from t5x_lite.data import vocabularies
@@ -21,6 +19,8 @@ from t5x_lite.data.vocabularies import SentencePieceVocabulary
 from t5x_lite.data.vocabularies import Vocabulary
 from t5x_lite.data.vocabularies import kind_of
 from t5x_lite.errors import CheckpointError
+from t5x_lite.storage import files
+from t5x_lite.storage import untrusted
 
 TOKENIZER_CONFIG = 'tokenizer_config.json'
 # Files of a tokenizer in a Hugging Face folder.

@@ -10,7 +10,6 @@ import uuid
 import numpy as np
 
 from t5x_lite import checks
-from t5x_lite import files
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints.hugging_face import names
 from t5x_lite.checkpoints.hugging_face import tokenizer_files
@@ -21,6 +20,7 @@ from t5x_lite.checkpoints.hugging_face.names import TensorRule
 from t5x_lite.checkpoints.hugging_face.tensor_files import SafetensorsWriter
 from t5x_lite.checkpoints.hugging_face.tensor_files import write_json
 from t5x_lite.errors import CheckpointError
+from t5x_lite.storage import files
 
 GENERATION_CONFIG_FILE = 'generation_config.json'
 DTYPES = ('float32', 'bfloat16', 'float16')
@@ -93,7 +93,7 @@ def write_folder(
     write_json(folder / CONFIG_FILE, architecture.to_config_json(family, stored))
 
   if files.is_remote(final):
-    from t5x_lite import uploads
+    from t5x_lite.storage import uploads
 
     with uploads.uploaded_folder(final, last=CONFIG_FILE) as local:
       write(local)

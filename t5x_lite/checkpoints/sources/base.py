@@ -13,11 +13,11 @@ import jax
 import numpy as np
 
 from t5x_lite import errors
-from t5x_lite import files
 from t5x_lite import tree_utils
 from t5x_lite.checkpoints import manifest as manifest_lib
 from t5x_lite.checkpoints import state_io
 from t5x_lite.networks import param_layouts
+from t5x_lite.storage import files
 
 _logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class StateSource(abc.ABC):
     """
     arrays: Iterable[np.ndarray] = map(self.read_array, wanted)
     if files.is_remote(self.path):  # requests take long
-      from t5x_lite import object_store
+      from t5x_lite.storage import object_store
 
       arrays = object_store.in_parallel(self.read_array, wanted)
     result = {}

@@ -6,12 +6,12 @@ import os
 from typing import TypeVar
 
 from t5x_lite import errors
-from t5x_lite import files
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints.sources import base
 from t5x_lite.checkpoints.sources import orbax
 from t5x_lite.checkpoints.sources import t5x_index
 from t5x_lite.lazy_names import LazyClasses
+from t5x_lite.storage import files
 
 _FOLDER = 't5x_lite.checkpoints.sources'
 # The first format that a folder has is its format: a checkpoint of t5x_lite is an Orbax PyTree, too.

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from t5x_lite import files
-from t5x_lite import untrusted
 from t5x_lite.checkpoints.sources import base
+from t5x_lite.storage import files
+from t5x_lite.storage import untrusted
 
 _PREFIX = 'target/'
 

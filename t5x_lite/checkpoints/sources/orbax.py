@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_lite import errors
-from t5x_lite import files
-from t5x_lite import untrusted
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import manifest as manifest_lib
 from t5x_lite.checkpoints import state_io
 from t5x_lite.checkpoints.sources import base
+from t5x_lite.storage import files
+from t5x_lite.storage import untrusted
 
 # A manifest of t5x_lite shows in them what it is.
 _FIRST_BYTES = 200

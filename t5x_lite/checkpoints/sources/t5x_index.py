@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_lite import errors
-from t5x_lite import files
 from t5x_lite import tree_utils
-from t5x_lite import untrusted
 from t5x_lite.formatting import printable
+from t5x_lite.storage import files
+from t5x_lite.storage import untrusted
 
 FILENAME = 'checkpoint'
 VERSION = 3

@@ -16,14 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_lite import errors
-from t5x_lite import files
 from t5x_lite import multihost
-from t5x_lite import untrusted
 from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints.sources import base
 from t5x_lite.checkpoints.sources import t5x_index
 from t5x_lite.formatting import printable
+from t5x_lite.storage import files
+from t5x_lite.storage import untrusted
 
 _COMPRESSOR = {'id': 'gzip', 'level': 1}
 _MAX_CHUNK_BYTES = 64 * 2**20

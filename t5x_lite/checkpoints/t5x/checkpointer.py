@@ -15,7 +15,6 @@ import numpy as np
 
 from t5x_lite import checks
 from t5x_lite import errors
-from t5x_lite import files
 from t5x_lite import multihost
 from t5x_lite.checkpoints import config
 from t5x_lite.checkpoints import discovery
@@ -25,6 +24,7 @@ from t5x_lite.checkpoints import transforms
 from t5x_lite.checkpoints.t5x import loading
 from t5x_lite.compat import names as t5x_names
 from t5x_lite.partitioning import BasePartitioner
+from t5x_lite.storage import files
 from t5x_lite.train_state import TrainState
 
 

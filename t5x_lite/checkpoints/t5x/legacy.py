@@ -11,7 +11,6 @@ from typing import Any
 import jax
 
 from t5x_lite import checks
-from t5x_lite import files
 from t5x_lite.checkpoints import config
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import train_states
@@ -19,6 +18,7 @@ from t5x_lite.checkpoints import transforms
 from t5x_lite.checkpoints.t5x import checkpointer
 from t5x_lite.compat import names as t5x_names
 from t5x_lite.partitioning import BasePartitioner
+from t5x_lite.storage import files
 from t5x_lite.train_state import TrainState
 
 

@@ -12,8 +12,6 @@ from flax import serialization
 
 from t5x_lite import checks
 from t5x_lite import errors
-from t5x_lite import files
-from t5x_lite import plain_paths
 from t5x_lite.checkpoints import config
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import restore
@@ -22,6 +20,8 @@ from t5x_lite.checkpoints import transforms
 from t5x_lite.checkpoints.sources import folder_of
 from t5x_lite.checkpoints.sources import t5x_index
 from t5x_lite.compat import names as t5x_names
+from t5x_lite.storage import files
+from t5x_lite.storage import plain_paths
 
 _logger = logging.getLogger(__name__)
 _FIRST_OF_TENSORFLOW = b'model_checkpoint_path'

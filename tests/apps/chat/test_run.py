@@ -15,12 +15,12 @@ import time
 import gin
 import pytest
 
-from t5x_lite import cli
 from t5x_lite import decoding
 from t5x_lite import notebook
 from t5x_lite.apps.chat import run as chat_app
 from t5x_lite.checkpoints.hugging_face import get_family
 from t5x_lite.checkpoints.hugging_face import tokenizer_files
+from t5x_lite.command_line import cli
 from t5x_lite.errors import ConfigError
 from tests import hub_cache
 from tests.apps.common import cloze_run

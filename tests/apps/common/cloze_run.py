@@ -5,10 +5,10 @@ import jax
 
 from t5x_lite import checkpoints
 from t5x_lite import gin_utils
-from t5x_lite import state_init
 from t5x_lite.apps.common import runs
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.interactive import texts as text_inference
+from t5x_lite.trainer import state_init
 
 _TINY = [
   'network.T5Config.emb_dim=8',

@@ -18,16 +18,16 @@ import numpy as np
 import pytest
 
 from t5x_lite import checkpoints
-from t5x_lite import cli
 from t5x_lite import data
 from t5x_lite import evaluation
 from t5x_lite import multihost
 from t5x_lite import runtime
-from t5x_lite import summaries
-from t5x_lite.actions import BaseAction
 from t5x_lite.apps.common import evaluations as train_evaluations
 from t5x_lite.apps.common import plan as plan_lib
+from t5x_lite.command_line import cli
 from t5x_lite.errors import ConfigError, StoppedOnSignalError
+from t5x_lite.trainer import summaries
+from t5x_lite.trainer.actions import BaseAction
 from tests.apps.common import cloze_run
 from tests.apps.train import toy_run
 from tests.models import toy_model

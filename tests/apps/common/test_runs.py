@@ -9,11 +9,11 @@ import gin
 import pytest
 
 from moe import __main__ as moe_program
-from t5x_lite import cli
 from t5x_lite import errors
-from t5x_lite import files
 from t5x_lite import notebook
 from t5x_lite.apps.common import runs
+from t5x_lite.command_line import cli
+from t5x_lite.storage import files
 from tests.apps.common import cloze_run
 
 
@@ -139,7 +139,7 @@ def test_search_paths_must_exist(run, capsys):
 
 _PLANTED = """
 import subprocess
-import t5x_lite.cli
+import t5x_lite.command_line.cli
 STOLEN = @planted/subprocess.check_output()
 planted/subprocess.check_output.args = ['touch', {target!r}]
 t5x_lite.apps.train.train.random_seed = %STOLEN
@@ -186,13 +186,13 @@ def test_modules_that_a_run_imports_are_logged_and_can_be_restricted(run, tmp_pa
 @pytest.mark.parametrize(
   'name, home',
   [
-    ('t5x_lite.cli.os.system', 'posix'),
-    ('t5x_lite.cli_errors.sysconfig.sys.exit', 'sys'),
-    ('t5x_lite.cli.contextlib.redirect_stdout', 'contextlib'),
+    ('t5x_lite.command_line.cli.os.system', 'posix'),
+    ('t5x_lite.command_line.errors.sysconfig.sys.exit', 'sys'),
+    ('t5x_lite.command_line.cli.contextlib.redirect_stdout', 'contextlib'),
   ],
 )
 def test_imports_of_an_allowed_module_are_not_allowed(run, capsys, name, home):
-  _plant(run, None, f'import t5x_lite.cli\nSTOLEN = @{name}()\n')
+  _plant(run, None, f'import t5x_lite.command_line.cli\nSTOLEN = @{name}()\n')
   assert cli.main(['eval', str(run), '--dry_run', '--allowed_modules=tests']) == 2
   assert f'must contain {home!r}, where {name} is defined' in capsys.readouterr().err
 

@@ -12,9 +12,9 @@ import time
 import pytest
 
 from t5x_lite import checkpoints
-from t5x_lite import cli
 from t5x_lite.checkpoints import hugging_face
 from t5x_lite.checkpoints import sources
+from t5x_lite.command_line import cli
 from tests.checkpoints.hugging_face import hugging_face_cases as cases
 
 _ROOT = pathlib.Path(__file__).parents[3]
@@ -130,7 +130,7 @@ def test_rejections(tmp_path, capsys, flags, words):
 # With a limit on the size of files.
 _LIMITED = """
 import resource, sys
-from t5x_lite import cli
+from t5x_lite.command_line import cli
 resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
 sys.exit(cli.main(sys.argv[1:]))
 """
@@ -139,7 +139,7 @@ sys.exit(cli.main(sys.argv[1:]))
 # So slow that there is time for a signal.
 _SLOW = """
 import sys, time
-from t5x_lite import cli
+from t5x_lite.command_line import cli
 from t5x_lite.checkpoints import hugging_face
 read = hugging_face.HuggingFaceFolder.read_array
 hugging_face.HuggingFaceFolder.read_array = lambda self, name: time.sleep(0.05) or read(self, name)

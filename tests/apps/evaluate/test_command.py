@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from t5x_lite import checkpoints
-from t5x_lite import cli
+from t5x_lite.command_line import cli
 from tests.apps.common import cloze_run
 
 _ROOT = pathlib.Path(__file__).parents[3]

@@ -16,7 +16,6 @@ import pytest
 from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import evaluation
-from t5x_lite import summaries
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.evaluate import run as evaluate_app
 from t5x_lite.errors import (
@@ -26,6 +25,7 @@ from t5x_lite.errors import (
   DataError,
   StoppedOnSignalError,
 )
+from t5x_lite.trainer import summaries
 from tests.apps.train import toy_run
 from tests.models import toy_model
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from t5x_lite import cli
+from t5x_lite.command_line import cli
 
 _ROOT = pathlib.Path(__file__).parents[3]
 

@@ -16,20 +16,20 @@ import numpy as np
 import pytest
 
 from t5x_lite import checkpoints
-from t5x_lite import cli
 from t5x_lite import data
 from t5x_lite import decoding
-from t5x_lite import files
 from t5x_lite import models
 from t5x_lite import partitioning
 from t5x_lite import tree_utils
 from t5x_lite.apps.common import output_folder
 from t5x_lite.apps.export import functions as export_functions
 from t5x_lite.apps.export import run as export
+from t5x_lite.command_line import cli
 from t5x_lite.data.features import get_converter
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.networks import decoder_only as decoder_only_network
 from t5x_lite.networks import t5 as network
+from t5x_lite.storage import files
 from tests import stores
 from tests.layers.test_attention_kernels import H100
 from tests.layers.test_attention_kernels import use_gpu

@@ -5,10 +5,10 @@ import os
 
 import pytest
 
-from t5x_lite import files
 from t5x_lite.apps.infer.merge import merge_shards
 from t5x_lite.apps.infer.paths import ResultPaths
 from t5x_lite.apps.infer.store import ShardStore
+from t5x_lite.storage import files
 
 IDENTITY = {'mode': 'predict', 'checkpoint': {'step': 5}}
 BATCH_SIZE = 3

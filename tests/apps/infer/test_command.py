@@ -10,7 +10,7 @@ import types
 import gin
 import pytest
 
-from t5x_lite import cli
+from t5x_lite.command_line import cli
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.data import corpora
 from t5x_lite.runtime import monitor as monitor_lib

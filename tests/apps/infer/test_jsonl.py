@@ -8,8 +8,8 @@ import pytest
 
 from t5x_lite import data
 from t5x_lite import errors
-from t5x_lite import json_lines
 from t5x_lite.apps import infer as inference
+from t5x_lite.storage import json_lines
 
 _BYTES = data.ByteVocabulary(extra_ids=125)
 _EXAMPLES = [

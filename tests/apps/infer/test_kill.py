@@ -12,11 +12,11 @@ import time
 import pytest
 
 from t5x_lite import data
-from t5x_lite import files
-from t5x_lite import json_lines
 from t5x_lite import models
 from t5x_lite import optimizers
 from t5x_lite.networks import t5
+from t5x_lite.storage import files
+from t5x_lite.storage import json_lines
 from tests import processes
 from tests.apps.infer import toy_infer
 

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from t5x_lite import errors
-from t5x_lite import files
 from t5x_lite.apps.infer.merge import merge_chunks_to_file
 from t5x_lite.apps.infer.merge import merge_shards
 from t5x_lite.apps.infer.paths import ResultPaths
 from t5x_lite.apps.infer.store import ShardStore
+from t5x_lite.storage import files
 from tests.apps.infer import store_cases as cases
 
 

@@ -20,14 +20,14 @@ import pytest
 from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import errors
-from t5x_lite import files
 from t5x_lite import runtime
-from t5x_lite import state_init
 from t5x_lite.apps import infer as infer_package
 from t5x_lite.apps.infer import loop
 from t5x_lite.apps.infer import run as infer_app
 from t5x_lite.apps.infer.jsonl import write_inferences_to_file
 from t5x_lite.evaluation import PredictRunner
+from t5x_lite.storage import files
+from t5x_lite.trainer import state_init
 from tests import stores
 from tests.apps.infer import store_cases
 from tests.apps.infer import toy_infer

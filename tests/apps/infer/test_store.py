@@ -7,7 +7,7 @@ import random
 import pytest
 
 from t5x_lite import errors
-from t5x_lite import files
+from t5x_lite.storage import files
 from tests.apps.infer import store_cases as cases
 
 

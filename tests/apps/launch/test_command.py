@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from t5x_lite import cli
 from t5x_lite.apps.launch import run
+from t5x_lite.command_line import cli
 from t5x_lite.errors import ConfigError
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from t5x_lite import checkpoints
-from t5x_lite import cli
 from t5x_lite import errors
-from t5x_lite import files
 from t5x_lite.apps.plot import run as plot_lib
+from t5x_lite.command_line import cli
+from t5x_lite.storage import files
 
 _PNG = b'\x89PNG\r\n'
 

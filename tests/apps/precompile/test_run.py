@@ -13,15 +13,15 @@ import textwrap
 import jax
 import pytest
 
-from t5x_lite import cli
 from t5x_lite import data
 from t5x_lite import runtime
-from t5x_lite import state_init
 from t5x_lite import trainer
-from t5x_lite.apps.common import parts
+from t5x_lite.apps.common import trainer_setup as parts
 from t5x_lite.apps.precompile import run as precompile_lib
 from t5x_lite.apps.train import run as train_lib
+from t5x_lite.command_line import cli
 from t5x_lite.errors import ConfigError, DataError
+from t5x_lite.trainer import state_init
 from tests.apps.precompile.toy_precompile import GIN
 from tests.apps.precompile.toy_precompile import kept_settings
 from tests.apps.train import toy_run

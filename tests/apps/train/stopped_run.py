@@ -3,8 +3,8 @@
 import dataclasses
 
 from t5x_lite import checkpoints
-from t5x_lite.actions import EarlyStoppingAction
 from t5x_lite.apps import evaluate
+from t5x_lite.trainer.actions import EarlyStoppingAction
 from tests.apps.train import toy_run
 
 # Options of all parts of the run.

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from t5x_lite import checkpoints
-from t5x_lite import cli_errors
 from t5x_lite import data
 from t5x_lite import runtime
 from t5x_lite.apps.common import waiting
 from t5x_lite.apps.train import batches as train_batches
+from t5x_lite.command_line import errors as cli_errors
 from t5x_lite.data import global_batches
 from t5x_lite.data import positions
 from t5x_lite.errors import (
@@ -766,7 +766,7 @@ def test_a_run_whose_source_stalls_too_long_is_saved(whole, tmp_path, delays, ca
 def test_an_error_of_our_own_ends_a_process_whose_source_stalls():
   program = textwrap.dedent("""
       import concurrent.futures, threading
-      from t5x_lite import cli
+      from t5x_lite.command_line import cli
 
       def fail():
         threading.Thread(target=threading.Event().wait, name='t5x_lite-data', daemon=True).start()
@@ -787,7 +787,7 @@ def test_a_process_whose_source_stalls_ends_with_the_status_of_the_signal(whole,
   """Also if a pool of threads stalls, which Python would wait for at its end."""
   program = textwrap.dedent(f"""
       import concurrent.futures, sys, threading
-      from t5x_lite import cli
+      from t5x_lite.command_line import cli
       from tests.apps.train import test_batches as faults
 
       class Stall(faults._Stall):

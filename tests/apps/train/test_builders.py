@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from t5x_lite import checkpoints
-from t5x_lite import cli
 from t5x_lite import gin_utils
 from t5x_lite import tree_utils
 from t5x_lite.apps.common import runs
+from t5x_lite.command_line import cli
 from t5x_lite.configuration import syntax as gin_syntax
 
 _TINY = {

@@ -9,9 +9,9 @@ import jax
 import pytest
 
 from t5x_lite import partitioning
-from t5x_lite import state_init
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.train.compilation import StepCompilation
+from t5x_lite.trainer import state_init
 from tests.apps.train import toy_run
 from tests.models import toy_model
 
@@ -132,7 +132,7 @@ def test_a_run_that_ends_before_the_first_step_does_not_wait(monkeypatch):
 def test_a_process_ends_while_a_step_is_compiled():
   code = """
 import concurrent.futures, sys, time
-from t5x_lite import cli
+from t5x_lite.command_line import cli
 executor = concurrent.futures.ThreadPoolExecutor(1, 't5x_lite-compilation')
 executor.submit(time.sleep, 300)
 sys.argv = ['t5x_lite', '--version']

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from t5x_lite import checkpoints
-from t5x_lite import cli
 from t5x_lite import gin_utils
 from t5x_lite import runtime
 from t5x_lite import tree_utils
 from t5x_lite.apps.common import runs
+from t5x_lite.command_line import cli
 from t5x_lite.configuration import syntax as gin_syntax
 from tests.apps.train import toy_run
 
@@ -39,7 +39,7 @@ _TINY = {
 _HEAD = """
 from __gin__ import dynamic_registration
 
-from t5x_lite import averaging
+from t5x_lite.trainer import averaging
 from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import evaluation
@@ -47,7 +47,7 @@ from t5x_lite import optimizers
 from t5x_lite import partitioning
 from t5x_lite import runtime
 from t5x_lite import schedules
-from t5x_lite import step_params
+from t5x_lite.trainer import step_params
 from t5x_lite import trainer
 from t5x_lite.apps import train as train_script
 from t5x_lite.checkpoints import builders

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from t5x_lite import checkpoints
-from t5x_lite import summaries
+from t5x_lite.trainer import summaries
 from tests.apps.train import toy_run
 
 _ROOT = pathlib.Path(__file__).parents[3]
 # Each run is undisturbed but for `fills_at` and `empties_at`, between whose steps no file may grow past a size.
 _SCRIPT = """
 import pathlib, resource, sys, threading
-from t5x_lite.actions import BaseAction
+from t5x_lite.trainer.actions import BaseAction
 from t5x_lite.errors import SaveError
 from tests.apps.train import toy_run
 
@@ -131,7 +131,7 @@ def test_one_inode_is_left(tmp_path):
     pytest.skip('Mounting a small file system takes root and unshare.')
   program = """
 import os, pathlib
-from t5x_lite.actions import BaseAction
+from t5x_lite.trainer.actions import BaseAction
 from tests.apps.train import toy_run
 
 class Fill(BaseAction):

@@ -7,8 +7,8 @@ import subprocess
 import gin
 import pytest
 
-from t5x_lite import cli
 from t5x_lite import runtime
+from t5x_lite.command_line import cli
 from tests import processes
 from tests.apps.common import cloze_run
 from tests.apps.train import toy_run

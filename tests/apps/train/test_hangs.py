@@ -14,11 +14,11 @@ import threading
 import pytest
 
 from t5x_lite import checkpoints
-from t5x_lite import non_finite
 from t5x_lite import runtime
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.train import run as train_app
 from t5x_lite.apps.train.compilation import StepCompilation
+from t5x_lite.trainer import non_finite
 from tests import processes
 from tests.apps.train import toy_run
 
@@ -84,7 +84,7 @@ def test_each_activity_is_watched_as_itself(tmp_path, monkeypatch):
 _HANGS = """
     import sys, threading, time
     from t5x_lite import checkpoints
-    from t5x_lite import non_finite
+    from t5x_lite.trainer import non_finite
     from t5x_lite import trainer as trainer_lib
     from t5x_lite.data import table_iterator
     from tests.apps.train import toy_run

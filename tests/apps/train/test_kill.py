@@ -11,7 +11,7 @@ import time
 import pytest
 
 from t5x_lite import checkpoints
-from t5x_lite import summaries
+from t5x_lite.trainer import summaries
 from tests.apps.train import toy_run
 
 _ROOT = pathlib.Path(__file__).parents[3]

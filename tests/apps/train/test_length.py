@@ -11,15 +11,15 @@ import jax
 import pytest
 
 from t5x_lite import checkpoints
-from t5x_lite import cli
 from t5x_lite import data
 from t5x_lite import evaluation
 from t5x_lite import runtime
-from t5x_lite.actions import BaseAction
 from t5x_lite.apps.common import waiting
 from t5x_lite.apps.train import batches as train_batches
 from t5x_lite.apps.train import run
+from t5x_lite.command_line import cli
 from t5x_lite.errors import DataError, StoppedOnSignalError
+from t5x_lite.trainer.actions import BaseAction
 from tests.apps.common import cloze_run
 from tests.apps.train import toy_run
 

@@ -6,8 +6,8 @@ import signal
 import pytest
 
 from t5x_lite import runtime
-from t5x_lite.actions import BaseAction
 from t5x_lite.errors import StoppedOnSignalError
+from t5x_lite.trainer.actions import BaseAction
 from tests.apps.train import toy_run
 
 

@@ -11,13 +11,13 @@ import pytest
 from t5x_lite import checkpoints
 from t5x_lite import errors
 from t5x_lite import runtime
-from t5x_lite import summaries
+from t5x_lite.trainer import summaries
 from tests.apps.train import toy_run
 
 _ROOT = pathlib.Path(__file__).parents[3]
 _SCRIPT = """
 import pathlib, shutil, sys
-from t5x_lite.actions import BaseAction
+from t5x_lite.trainer.actions import BaseAction
 from tests.apps.train import toy_run
 
 class Delete(BaseAction):

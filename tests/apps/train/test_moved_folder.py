@@ -20,7 +20,7 @@ from tests.apps.train import toy_run
 _ROOT = pathlib.Path(__file__).parents[3]
 _SCRIPT = """
 import json, os, pathlib, resource, shutil, sys, threading
-from t5x_lite.actions import BaseAction
+from t5x_lite.trainer.actions import BaseAction
 from t5x_lite.errors import T5xLiteError
 from tests.apps.train import toy_run
 

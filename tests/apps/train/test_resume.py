@@ -15,8 +15,8 @@ from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import optimizers
 from t5x_lite import runtime
-from t5x_lite.actions import BaseAction
 from t5x_lite.errors import StoppedOnSignalError
+from t5x_lite.trainer.actions import BaseAction
 from tests.apps.train import toy_run
 
 

@@ -16,13 +16,13 @@ from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import errors
 from t5x_lite import runtime
-from t5x_lite import summaries
 from t5x_lite import trainer as trainer_lib
-from t5x_lite.actions import BaseAction
-from t5x_lite.actions import EarlyStoppingAction
-from t5x_lite.actions import TerminateOnNanAction
 from t5x_lite.apps.common import report
 from t5x_lite.errors import ConfigError, DataError, DirectoryInUseError, NonFiniteMetricError
+from t5x_lite.trainer import summaries
+from t5x_lite.trainer.actions import BaseAction
+from t5x_lite.trainer.actions import EarlyStoppingAction
+from t5x_lite.trainer.actions import TerminateOnNanAction
 from tests.apps.train import toy_run
 from tests.models import toy_model
 
@@ -394,7 +394,7 @@ def test_data_without_a_position_is_rejected_before_anything_is_computed(tmp_pat
     toy_run.train(tmp_path, get_dataset_fn=without_position)
 
 
-@pytest.mark.full  # by default, tests/test_non_finite.py and tests/test_actions.py
+@pytest.mark.full  # by default, tests/trainer/test_non_finite.py and tests/trainer/test_actions.py
 def test_stop_on_nan_saves_nothing_spoilt(tmp_path):
   # The rate is infinite at step 7 only: an infinite first or last rate is rejected at the start.
   def rate(step):

@@ -1,4 +1,4 @@
-"""Log of saves, and dtypes of a restore. Failed and unsound saves: test_full_disk.py, tests/test_non_finite.py."""
+"""Log of saves, and dtypes of a restore. Failed and unsound saves: test_full_disk.py, trainer/test_non_finite.py."""
 
 import os
 import re
@@ -12,10 +12,10 @@ from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import multihost
 from t5x_lite import optimizers
-from t5x_lite.actions import BaseAction
 from t5x_lite.apps.train import saves
 from t5x_lite.checkpoints.folders import disk
 from t5x_lite.errors import ConfigError, SaveError, StoppedOnSignalError
+from t5x_lite.trainer.actions import BaseAction
 from tests.apps.train import toy_run
 
 

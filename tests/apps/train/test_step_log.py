@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from t5x_lite import checkpoints
-from t5x_lite import cli
 from t5x_lite import metrics as metrics_lib
 from t5x_lite import runtime
-from t5x_lite import summaries
-from t5x_lite.actions import BaseAction
 from t5x_lite.apps import train as train_script
 from t5x_lite.apps.train.step_log import StepLog
+from t5x_lite.command_line import cli
 from t5x_lite.errors import ConfigError
+from t5x_lite.trainer import summaries
+from t5x_lite.trainer.actions import BaseAction
 from tests import event_files
 from tests.apps.train import toy_run
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from t5x_lite import checkpoints
-from t5x_lite import files
-from t5x_lite import object_store
 from t5x_lite.apps import evaluate
 from t5x_lite.errors import ExitCode, SaveError
+from t5x_lite.storage import files
+from t5x_lite.storage import object_store
 from tests import processes
 from tests import stores
 from tests.apps.train import toy_run

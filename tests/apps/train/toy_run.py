@@ -14,13 +14,13 @@ import numpy as np
 
 from t5x_lite import checkpoints
 from t5x_lite import data
-from t5x_lite import files
 from t5x_lite import optimizers
 from t5x_lite import partitioning
 from t5x_lite import schedules
-from t5x_lite import summaries
 from t5x_lite import trainer
 from t5x_lite.apps.train import run as train_app
+from t5x_lite.storage import files
+from t5x_lite.trainer import summaries
 from tests.models import toy_model
 
 LENGTH = 6

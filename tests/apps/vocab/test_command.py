@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from t5x_lite import cli
 from t5x_lite import data
-from t5x_lite import files
+from t5x_lite.command_line import cli
 from t5x_lite.data import builtin_tasks
+from t5x_lite.storage import files
 
 
 def test_command(tmp_path, capsys):

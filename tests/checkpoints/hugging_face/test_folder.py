@@ -6,7 +6,6 @@ import re
 import numpy as np
 import pytest
 
-from t5x_lite import files
 from t5x_lite.checkpoints.hugging_face import FAMILIES
 from t5x_lite.checkpoints.hugging_face import Architecture
 from t5x_lite.checkpoints.hugging_face import HuggingFaceFolder
@@ -17,6 +16,7 @@ from t5x_lite.checkpoints.hugging_face.folder import CONFIG_FILE
 from t5x_lite.checkpoints.hugging_face.network import network_config
 from t5x_lite.errors import CheckpointError
 from t5x_lite.networks.t5_config import T5Config
+from t5x_lite.storage import files
 from tests.checkpoints.hugging_face import folder_cases as folders
 from tests.checkpoints.hugging_face import hugging_face_cases as cases
 

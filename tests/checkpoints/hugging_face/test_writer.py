@@ -8,7 +8,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from t5x_lite import files
 from t5x_lite.checkpoints.hugging_face import FAMILIES
 from t5x_lite.checkpoints.hugging_face import HuggingFaceFolder
 from t5x_lite.checkpoints.hugging_face import is_hugging_face_folder
@@ -16,6 +15,7 @@ from t5x_lite.checkpoints.hugging_face import write_folder
 from t5x_lite.checkpoints.hugging_face import writer
 from t5x_lite.checkpoints.hugging_face.folder import CONFIG_FILE
 from t5x_lite.errors import CheckpointError
+from t5x_lite.storage import files
 from tests.checkpoints.hugging_face import folder_cases as folders
 from tests.checkpoints.hugging_face import hugging_face_cases as cases
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from t5x_lite import adafactor
 from t5x_lite import models
-from t5x_lite import state_init
 from t5x_lite.networks import t5
+from t5x_lite.trainer import state_init
 from tests.networks import network_cases
 
 NAME = 'net_t5_1_1_tiny'

@@ -19,7 +19,7 @@ from t5x_lite import optimizers
 from t5x_lite import partitioning
 from t5x_lite import tree_utils
 from t5x_lite.apps.common import restore as restore_lib
-from t5x_lite.apps.common import start as start_lib
+from t5x_lite.apps.common import starting_point
 from t5x_lite.checkpoints import hugging_face
 from t5x_lite.checkpoints import sources
 from t5x_lite.networks import decoder_only
@@ -70,7 +70,7 @@ def stored(tmp_path_factory):
     manager.save(
       7,
       state,
-      metadata=start_lib.layout_metadata(model)
+      metadata=starting_point.layout_metadata(model)
       | {'optimizer': {'name': 'adafactor', 'evaluates_other_params': False}},
     )
   write_hugging_face(root / 'published', golden_params())
@@ -104,7 +104,7 @@ OPTIMIZERS = {
 
 
 def start_from(path, model_dir='/nowhere', **cfg):
-  return start_lib.choose_start(
+  return starting_point.choose_start(
     str(model_dir),
     checkpoints.CheckpointConfig(restore=Restore(str(path), restore_dataset=False, **cfg)),
   )
@@ -113,8 +113,8 @@ def start_from(path, model_dir='/nowhere', **cfg):
 def make_state(start, layout='t5', optimizer='adafactor'):
   """Return (flat state, restored checkpoint) after the checks of a run."""
   model, initializer = initializer_of(layout, optimizer)
-  start_lib.check_start(start, initializer.global_train_state_shape, model)
-  state, restored = start_lib.make_state(
+  starting_point.check_start(start, initializer.global_train_state_shape, model)
+  state, restored = starting_point.make_state(
     start, initializer, partitioner(), model, jax.random.key(1)
   )
   shardings = tree_utils.flatten_dict(
@@ -357,8 +357,10 @@ def test_an_average_of_parameters_and_parameters_in_host_memory(stored):
   initializer.global_train_state_shape = shape.replace(param_average=shape.params)
   initializer.train_state_axes = its_partitioner.get_mesh_axes(initializer.global_train_state_shape)
   start = start_from(stored['hugging_face'][1])
-  start_lib.check_start(start, initializer.global_train_state_shape, model)
-  state, _ = start_lib.make_state(start, initializer, its_partitioner, model, jax.random.key(1))
+  starting_point.check_start(start, initializer.global_train_state_shape, model)
+  state, _ = starting_point.make_state(
+    start, initializer, its_partitioner, model, jax.random.key(1)
+  )
   for name, leaf in tree_utils.flatten_dict(state.param_average).items():
     np.testing.assert_array_equal(leaf, golden_params()[name])
     assert len(leaf.sharding.device_set) == 8
@@ -427,7 +429,7 @@ def test_another_network_is_rejected_before_anything_is_computed(stored, name):
   model = samples.model(emb_dim=8, num_decoder_layers=3)
   initializer = samples.initializer(model, partitioner())
   with pytest.raises(errors.CheckpointError) as error:
-    start_lib.check_start(
+    starting_point.check_start(
       start_from(stored[name][1], mode='specific'), initializer.global_train_state_shape, model
     )
   for words in (
@@ -455,7 +457,7 @@ def test_another_network_of_the_other_layout_is_rejected_before_values_are_read(
     model = samples.model(OPTIMIZERS['schedule_free'](), param_layout='scalable_t5', **overrides)
     initializer = samples.initializer(model, partitioner())
     with pytest.raises(errors.CheckpointError) as error:
-      start_lib.check_start(
+      starting_point.check_start(
         start_from(stored[name][1], mode='specific'), initializer.global_train_state_shape, model
       )
     assert words in str(error.value)
@@ -502,8 +504,8 @@ def test_tables_in_every_layer(tmp_path, layout):
   model = samples.model(OPTIMIZERS['schedule_free'](), param_layout=layout, **fields)
   initializer = samples.initializer(model, partitioner())
   start = start_from(tmp_path / 'umt5')
-  start_lib.check_start(start, initializer.global_train_state_shape, model)
-  state, _ = start_lib.make_state(start, initializer, partitioner(), model, jax.random.key(1))
+  starting_point.check_start(start, initializer.global_train_state_shape, model)
+  state, _ = starting_point.make_state(start, initializer, partitioner(), model, jax.random.key(1))
   flat = tree_utils.flatten_dict(state.params)
   for layer in (0, 1):
     value = params[f'decoder/layers_{layer}/relpos_bias/rel_embedding']
@@ -605,7 +607,7 @@ def test_mutable_collections_are_not_made_up_for_an_evaluation(tmp_path):
   with checkpoints.CheckpointManager(
     tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()
   ) as manager:
-    manager.save(7, state, metadata=start_lib.layout_metadata(model))
+    manager.save(7, state, metadata=starting_point.layout_metadata(model))
 
   def evaluate(seed, **cfg):
     return next(
@@ -723,7 +725,7 @@ def test_parameters_that_are_missing_are_never_made_up(stored):
 
 @pytest.mark.parametrize('layout', ['t5', 'scalable_t5'])
 def test_the_network_is_recorded(tmp_path, layout):
-  metadata = start_lib.layout_metadata(
+  metadata = starting_point.layout_metadata(
     samples.model(param_layout=layout, dtype='bfloat16', num_relpos_buckets=16)
   )
   assert (
@@ -778,7 +780,7 @@ def test_a_network_with_another_scale_of_tied_logits_is_rejected(tmp_path):
     hugging_face.write_folder(
       tmp_path / f'hf_{scaled}', tied, hugging_face.FAMILIES['t5_1_1'], golden_params().__getitem__
     )
-    network = start_lib.layout_metadata(models[scaled])['network']
+    network = starting_point.layout_metadata(models[scaled])['network']
     if scaled:
       del network['scale_tied_logits']  # as checkpoints from before this option
     with checkpoints.CheckpointManager(
@@ -795,7 +797,7 @@ def test_a_network_with_another_scale_of_tied_logits_is_rejected(tmp_path):
       start = start_from(tmp_path / path, mode='latest', **options)
       message = rf'`T5Config.scale_tied_logits` must be {scaled} for .*{path}.*, got {other}\. Set it to {scaled}'
       with pytest.raises(errors.CheckpointError, match=message):
-        start_lib.check_start(start, None, models[other])
+        starting_point.check_start(start, None, models[other])
 
 
 class Tower(nn.Module):
@@ -806,20 +808,20 @@ class Tower(nn.Module):
 
 def test_any_network_with_a_configuration_of_stacks_is_recorded():
   model = samples.model(param_layout='scalable_t5')
-  of_t5 = start_lib.layout_metadata(model)
+  of_t5 = starting_point.layout_metadata(model)
   model.module = Tower(model.module.config)
-  assert start_lib.layout_metadata(model) == of_t5 and of_t5['param_layout'] == 'scalable_t5'
+  assert starting_point.layout_metadata(model) == of_t5 and of_t5['param_layout'] == 'scalable_t5'
   model.module = Tower({'vocab_size': 8})
-  assert start_lib.layout_metadata(model) == {}
+  assert starting_point.layout_metadata(model) == {}
 
 
 def test_networks_of_others_record_nothing():
   other = decoder_only.DecoderWrapper(decoder_only.TransformerConfig(vocab_size=8, num_layers=3))
   model = samples.model()
   model.module = other
-  assert start_lib.layout_metadata(model)['network']['num_layers'] == 3
+  assert starting_point.layout_metadata(model)['network']['num_layers'] == 3
   model.module = object()
-  assert start_lib.layout_metadata(model) == {}
+  assert starting_point.layout_metadata(model) == {}
 
 
 # ---- several processes ---------------------------------------------------------------------------------------------

@@ -15,13 +15,13 @@ import tensorstore
 from t5x_lite import adafactor
 from t5x_lite import checkpoints
 from t5x_lite import errors
-from t5x_lite import files as stores_files
 from t5x_lite import optimizers
 from t5x_lite import partitioning
 from t5x_lite import tree_utils
-from t5x_lite.apps.common import start as start_lib
+from t5x_lite.apps.common import starting_point
 from t5x_lite.checkpoints import sources
 from t5x_lite.checkpoints.sources import t5x_index
+from t5x_lite.storage import files as stores_files
 from tests import golden_data
 from tests import stores
 from tests.checkpoints.sources import t5x_samples as samples
@@ -153,9 +153,11 @@ def restore_state(path, optimizer_def, **cfg):
   partitioner = partitioning.PjitPartitioner(num_partitions=2)
   initializer = samples.initializer(model, partitioner)
   restore_cfg = checkpoints.RestoreCheckpointConfig(str(path), **cfg)
-  start = start_lib.choose_start('/nowhere', checkpoints.CheckpointConfig(restore=restore_cfg))
-  start_lib.check_start(start, initializer.global_train_state_shape, model)
-  state, restored = start_lib.make_state(start, initializer, partitioner, model, jax.random.key(3))
+  start = starting_point.choose_start('/nowhere', checkpoints.CheckpointConfig(restore=restore_cfg))
+  starting_point.check_start(start, initializer.global_train_state_shape, model)
+  state, restored = starting_point.make_state(
+    start, initializer, partitioner, model, jax.random.key(3)
+  )
   return state, restored, partitioner.get_shardings(initializer.train_state_axes)
 
 

@@ -19,7 +19,7 @@ PROGRAM = """
 
     import numpy as np
     from t5x_lite import checkpoints, errors, optimizers, partitioning, tree_utils
-    from t5x_lite.apps.common import start as start_lib
+    from t5x_lite.apps.common import starting_point
     from tests.networks import network_cases
     from tests.checkpoints.sources import t5x_samples as samples
 
@@ -30,10 +30,10 @@ PROGRAM = """
     initializer = samples.initializer(model, partitioner)
     for path, rules in (('t5x', [('state/param_states/.*', None)]), ('t5x_orbax', [('state/param_states/.*', None)]),
                         ('hugging_face', None)):
-      start = start_lib.choose_start(str(directory / 'run'), checkpoints.CheckpointConfig(
+      start = starting_point.choose_start(str(directory / 'run'), checkpoints.CheckpointConfig(
           restore=checkpoints.RestoreCheckpointConfig(str(directory / path), assignment_map=rules)))
-      start_lib.check_start(start, initializer.global_train_state_shape, model)
-      state, restored = start_lib.make_state(start, initializer, partitioner, model, jax.random.key(0))
+      starting_point.check_start(start, initializer.global_train_state_shape, model)
+      state, restored = starting_point.make_state(start, initializer, partitioner, model, jax.random.key(0))
       assert restored.step == (0 if path == 'hugging_face' else 7), restored.step
       flat, num_divided = tree_utils.flatten_dict(state.state_dict()), 0
       for name, leaf in flat.items():

@@ -9,8 +9,8 @@ import pytest
 from t5x_lite import checkpoints
 from t5x_lite import errors
 from t5x_lite import partitioning
-from t5x_lite import summaries
 from t5x_lite import tree_utils
+from t5x_lite.trainer import summaries
 from tests.checkpoints.sources import t5x_samples as samples
 
 

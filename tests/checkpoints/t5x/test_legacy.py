@@ -9,8 +9,8 @@ import pytest
 from t5x_lite import checkpoints
 from t5x_lite import errors
 from t5x_lite import partitioning
-from t5x_lite import state_init
 from t5x_lite.checkpoints.t5x import legacy
+from t5x_lite.trainer import state_init
 from tests.checkpoints import test_train_states
 
 Save, Restore = checkpoints.SaveCheckpointConfig, checkpoints.RestoreCheckpointConfig

@@ -14,7 +14,7 @@ from moe.commands import COMMANDS
 from moe.dispatch import expert_parallel
 from moe.tools import capacity_plan
 from moe.tools import planner
-from t5x_lite import cli
+from t5x_lite.command_line import cli
 from t5x_lite.errors import ConfigError
 from tests.moe.tools import recorded_runs
 

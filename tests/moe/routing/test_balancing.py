@@ -10,8 +10,8 @@ import pytest
 from moe import models
 from moe import networks
 from moe import routing
-from t5x_lite import train_step
 from t5x_lite.data import vocabularies
+from t5x_lite.trainer import train_step
 from tests.networks import network_cases as cases
 
 

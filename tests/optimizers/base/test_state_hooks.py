@@ -13,12 +13,12 @@ import pytest
 from t5x_lite import checkpoints
 from t5x_lite import evaluation
 from t5x_lite import optimizers
-from t5x_lite import summaries
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.common import restore as restore_lib
 from t5x_lite.apps.evaluate import run as evaluate_app
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.optimizers.base import state_hooks
+from t5x_lite.trainer import summaries
 from tests.apps.train import toy_run
 from tests.models import toy_model
 from tests.optimizers import toy_trainer

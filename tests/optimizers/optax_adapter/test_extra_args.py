@@ -10,8 +10,8 @@ import optax
 import pytest
 
 from t5x_lite import optimizers
-from t5x_lite import train_step
 from t5x_lite.errors import ConfigError
+from t5x_lite.trainer import train_step
 from tests.models import toy_model
 from tests.optimizers import toy_trainer
 

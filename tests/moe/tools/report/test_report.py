@@ -15,12 +15,12 @@ from moe.tools.report import curves
 from moe.tools.report import data
 from moe.tools.report import figures
 from moe.tools.report import findings
+from moe.tools.report import html_page as page
 from moe.tools.report import maps
-from moe.tools.report import page
 from moe.tools.report import style
-from t5x_lite import cli
-from t5x_lite import files
+from t5x_lite.command_line import cli
 from t5x_lite.errors import ConfigError, DataError
+from t5x_lite.storage import files
 from tests.moe.tools import recorded_runs
 
 _NAN = {

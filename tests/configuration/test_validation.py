@@ -1,0 +1,36 @@
+"""Checks before a program is called: values that are missing, and what annotations leave open."""
+
+from t5x_lite.configuration import validation as gin_check
+from tests.configuration import configuration_cases as cases
+from tests.configuration.configuration_cases import program_files  # noqa: F401
+
+
+def test_all_missing_values_are_named_at_once():
+  message = cases.error_of(defaults=(), files=('run.gin',))
+  assert message.startswith('3 required values are missing: MODEL, MODEL_DIR, STEPS.')
+  assert '--gin.MODEL_DIR=runs/my_run (required by run.gin:7)' in message
+  assert '--gin_file=models/' in message and '--gin.STEPS=VALUE (required by run.gin:6)' in message
+
+
+def test_a_later_file_that_requires_a_value_again_is_named(tmp_path):
+  (tmp_path / 'mine.gin').write_text('STEPS = 7\n')
+  message = cases.error_of(defaults=('MODEL_DIR=x',), files=('mine.gin', 'run.gin', 'model.gin'))
+  assert (
+    'mine.gin:1 sets it, but run.gin:6, which is read later, requires it again: pass that file first'
+    in message
+  )
+
+
+def test_unbound_required_parameter_is_named_before_the_call(tmp_path):
+  (tmp_path / 'run.gin').write_text(
+    cases.RUN.replace("train/data.DatasetConfig.name = 'rows'\n", '')
+  )
+  message = cases.error_of()
+  assert message.startswith('train/data.DatasetConfig requires name, which is not bound.')
+  assert '--gin.train/data.DatasetConfig.name=VALUE' in message
+
+
+def test_checks_accept_undecidable_annotations():
+  assert gin_check.fits('bfloat16', object) and gin_check.fits('x', 'unresolved')
+  assert gin_check.fits((1, 2), tuple[int, int]) and not gin_check.fits((1,), tuple[int, int])
+  assert gin_check.fits([1], tuple[int, ...]) and gin_check.fits(None, None)
