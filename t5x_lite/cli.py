@@ -422,9 +422,11 @@ def parse(argv: Sequence[str], program: Program = T5X_LITE) -> Invocation:
     if sys.flags.safe_path:
       own.insert(1, '-P')
     others = [*own, *others]
+  values = dict(vars(arguments))
+  if others:
+    values['others'] = others
   return make_invocation(
-    vars(arguments),
-    others=others or getattr(arguments, 'others', ()),
+    values,
     entry=command.entry,
     gin_flags=gin_flags,
     jax_flags=jax_flags,
@@ -467,7 +469,7 @@ def _unknown_argument(
   if command == 'export' and flag in ('--to', '--format'):
     from t5x_lite.apps.convert import formats  # Only errors need it.
 
-    format_name = formats.OTHER_NAMES.get(value.lower(), value)
+    format_name = formats.other_names().get(value.lower(), value)
     if format_name not in formats.FORMATS:
       format_name = 'hugging_face'
     run = argv[1] if argv[1:2] and not argv[1].startswith('-') else 'runs/my_run'

@@ -4,7 +4,7 @@
 validates the result for the function that will run (`configuration.checks`).
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import copy
 import dataclasses
@@ -291,7 +291,7 @@ def load(
   resolved = _resolve(texts, mesh_selector)
   texts, binder, rule = resolved
   table = binder.table
-  _log_t5x(binder.t5x_sources, texts)
+  _log_t5x(binder, texts)
   module_name, _, function_name = entry.rpartition('.')
   function = getattr(importlib.import_module(module_name), function_name)
   registry = gin_table.configurables()
@@ -301,11 +301,7 @@ def load(
       f'--gin_file={_RUN_FILES.get(function_name, "runs/pretrain.gin")}, or use a recipe: '
       f'{", ".join(gin_syntax.packaged_files("recipes"))}.'
     )
-  macros_of_files = set()
-  for binding in gin_syntax.bindings_of(texts):
-    if binding.macro_name is not None and not binding.location.on_command_line:
-      macros_of_files.add(binding.macro_name)
-  uses = gin_check.check(function, table, macros_of_files)
+  uses = gin_check.check(function, table)
   for sentence in gin_check.misspelt_scopes(uses, table):
     logging.getLogger(__name__).warning(sentence)
   for sentence in inheritance.describe_missing(binder.not_inherited, uses):
@@ -321,8 +317,7 @@ def load(
     _log_unused(table, uses, texts)
   mesh_rule = ''
   if rule is not None:
-    changed = mesh_rules.changes(rule.choice, table)
-    mesh_rule = mesh_rules.describe(rule.choice, changed, read_keys)
+    mesh_rule = mesh_rules.describe(rule, read_keys)
   return Configuration(function, text, uses, mesh_rule, table)
 
 
@@ -343,7 +338,7 @@ class _Resolved(NamedTuple):
     """Hand the table to gin."""
     imports = self.binder.import_statements.values()
     if self.rule is None:
-      gin_apply.bind(self.binder.table, imports)
+      gin_apply.bind(self.binder.table.values(), imports)
     else:
       mesh_rules.bind(self.rule, self.binder.table, imports)
 
@@ -378,23 +373,16 @@ def _resolve(
   recorded = mesh_rules.recorded_rules(rules, files_imports, binder.imports, rest, binder.table)
   binder.inherit()
   imports = [each for key, each in binder.import_statements.items() if key not in of_rule]
-  rule = mesh_rules.AppliedRule(choice, recorded, imports)
+  changed = mesh_rules.changes(choice, binder.table)
+  rule = mesh_rules.AppliedRule(choice, changed, recorded, imports)
   return _Resolved(texts, binder, rule)
 
 
-def _statements(
-  texts: Sequence[gin_syntax.Text],
-) -> Iterator[tuple[gin_syntax.Statement, gin_syntax.Text]]:
-  """Yield all statements in the order in which they take effect, each with the text that has it."""
-  for text in texts:
-    yield from text.walk_files()
-
-
-def _log_t5x(users: Collection[str], texts: Sequence[gin_syntax.Text]) -> None:
+def _log_t5x(binder: gin_apply.Binder, texts: Sequence[gin_syntax.Text]) -> None:
   """Log once that names or files of T5X are read as ours, and which defaults are not those of T5X.
 
   Args:
-    users: names of the files and flags that import modules of T5X.
+    binder: binder that has resolved the texts.
     texts: files and flags in the order of application.
   """
   ours: list[str] = []
@@ -402,7 +390,7 @@ def _log_t5x(users: Collection[str], texts: Sequence[gin_syntax.Text]) -> None:
     ours += [text.source for text in _files_of_t5x(top) if text.source not in ours]
   users = [
     source
-    for source in users
+    for source in binder.t5x_sources
     if not source.startswith(f'gin/{gin_syntax.T5X_FILES}/') and source not in ours
   ]
   sentences = []
@@ -410,27 +398,23 @@ def _log_t5x(users: Collection[str], texts: Sequence[gin_syntax.Text]) -> None:
     sentences.append(f'Names of T5X in {", ".join(users)} mean those of t5x_lite.')
   if ours:
     sentences.append(f"Of T5X's files, those of t5x_lite are used: {', '.join(ours)}.")
-    defaults = _other_defaults(texts)
+    defaults = _other_defaults(binder.table)
     if defaults:
       sentences.append(f"Defaults that are not T5X's: {', '.join(defaults)}.")
   if sentences:
     logging.getLogger(__name__).info('%s See docs/from_t5x.md.', ' '.join(sentences))
 
 
-def _other_defaults(texts: Sequence[gin_syntax.Text]) -> list[str]:
+def _other_defaults(table: gin_table.Table) -> list[str]:
   """Return the macros whose values are defaults of t5x_lite that are not those of T5X, with both values."""
-  last: dict[str | None, tuple[gin_syntax.Binding, gin_syntax.Text]] = {}
-  for statement, text in _statements(texts):
-    if isinstance(statement, gin_syntax.Binding):
-      last[statement.macro_name] = (statement, text)
   defaults = []
   for name, theirs in t5x_names.DEFAULTS.items():
-    if name not in last:
+    row = table.get((name, gin_table.MACRO, 'value'))
+    if row is None or row.statement is None or row.path is None:
       continue
-    binding, text = last[name]
-    in_program = text.path is not None and text.path.name in ('train.gin', 'precompile.gin')
-    if in_program and text.is_packaged():
-      defaults.append(f'{name} = {binding.value!r} (T5X: {theirs})')
+    in_program = row.path.name in ('train.gin', 'precompile.gin')
+    if in_program and row.text.is_packaged():
+      defaults.append(f'{name} = {row.statement.value!r} (T5X: {theirs})')
   return defaults
 
 
@@ -450,13 +434,12 @@ def _log_unused(
   others = tuple(f'/{name}' for name in names_of_others)
   given_up = {id(statement) for statement in _bindings_given_up(texts)}
   unused = []
-  for row in table:
+  for row in table.values():
     statement = row.statement
-    if statement is None or row.text is None:
+    if statement is None:
       continue
     selector = row.key[1]
-    path = row.text.path
-    if path is None or row.text.is_packaged() or f'/{path}'.endswith(others):
+    if row.path is None or row.text.is_packaged() or f'/{row.path}'.endswith(others):
       is_given_up = id(statement) in given_up and selector not in used
       is_unused = is_given_up and row.key not in read_keys
     elif statement.macro_name:

@@ -106,9 +106,9 @@ def test_records_and_commands_to_resume(tmp_path, monkeypatch):
 
 
 def test_log_lines_and_errors(tmp_path, capsys):
-  def run(arguments):
-    logging.getLogger('t5x_lite').warning('%s', arguments.out)
-    raise cli.ConfigError(f'got {arguments.out!r}.')
+  def run(invocation):
+    logging.getLogger('t5x_lite').warning('%s', invocation.flags.out)
+    raise cli.ConfigError(f'got {invocation.flags.out!r}.')
 
   command = cli.T5X_LITE.commands['plot']._replace(run=run)
   program = cli.T5X_LITE._replace(commands={'plot': command})

@@ -113,6 +113,7 @@ __getattr__, __dir__, __all__ = lazy_names(
       'T5xNativeWriter',
       'detect_format',
       'open_source',
+      'register_state_source',
     ),
     't5x_lite.checkpoints.spool': ('recover as recover_spooled',),
     't5x_lite.checkpoints.train_states': (

@@ -124,7 +124,7 @@ def _below(path: str, mode: str) -> list[str]:
   path = sources.folder_of(path)
   stored_as = sources.detect_format(path)
   if discovery.is_checkpoint_dir_name(path) and files.path(path).is_dir():
-    if stored_as == sources.HuggingFaceSource.format:
+    if stored_as is not None and not sources.source_class(stored_as).has_steps:
       return [path]
     raise errors.CheckpointError(
       f'RestoreCheckpointConfig: path {path!r} is a checkpoint, and mode={mode!r} expects a directory of '

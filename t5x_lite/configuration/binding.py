@@ -4,8 +4,8 @@ gin's parser is not used for this, since it does not keep the locations of state
 private names of gin-config 0.5, the last release, are used.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-import contextlib
+from collections.abc import Collection, Iterable, Sequence
+import copy
 import importlib
 import inspect
 import logging
@@ -379,14 +379,14 @@ class _Names(gin_config.ParseContext):
         return self._register_alone(attr_names, attr_values)
       except ValueError:  # Another file has imported another module by the same name.
         name = attr_names[0]
-        with self._source_of(name, self._symbol_source[name]._replace(alias=None)):
-          return self._register_alone(attr_names, attr_values)
+        source = self._symbol_source[name]._replace(alias=None)
+        return self._with_source(name, source)._register_alone(attr_names, attr_values)
     source, path = known.import_source
     root = [source.bound_name()]
     if not source.is_from and not source.alias:
       root = source.module.split('.')
-    with self._source_of(root[0], source):
-      return self._register_alone([*root, *path.split('.'), attr_names[-1]], attr_values)
+    names = [*root, *path.split('.'), attr_names[-1]]
+    return self._with_source(root[0], source)._register_alone(names, attr_values)
 
   def _register_alone(
     self, attr_names: Sequence[str], attr_values: Sequence[Any]
@@ -416,21 +416,17 @@ class _Names(gin_config.ParseContext):
       for function, each in others.items():
         gin_config._INVERSE_REGISTRY.setdefault(function, each)
     # A class that is registered again has bound methods, which its references must call.
-    for row in self._table:
+    for row in self._table.values():
       for reference in gin_table.references(row.value):
         if gin_table.configurable_of(reference).wrapped is cls:
           reference.initialize()
     return found
 
-  @contextlib.contextmanager
-  def _source_of(self, symbol: str, source: config_parser.ImportStatement) -> Iterator[None]:
-    """Set the import statement of a symbol within a context."""
-    sources = self._symbol_source
-    self._symbol_source = {**sources, symbol: source}
-    try:
-      yield
-    finally:
-      self._symbol_source = sources
+  def _with_source(self, symbol: str, source: config_parser.ImportStatement) -> '_Names':
+    """Return the same names with another import statement of a symbol."""
+    names = copy.copy(self)
+    names._symbol_source = {**self._symbol_source, symbol: source}
+    return names
 
   def _import_problem(self, selector: str) -> str:
     """Return why `selector` is not a function or class of an imported module, or ''."""

@@ -123,14 +123,12 @@ def reachable(entry: Callable[..., Any], table: Table) -> list[Use]:
 def check(
   entry: Callable[..., Any],
   table: Table,
-  macros_of_files: Collection[str] = (),
 ) -> list[Use]:
   """Raise for flags without effect, required parameters without a value, and values of the wrong type.
 
   Args:
     entry: the function that will be called through gin.
     table: the bindings.
-    macros_of_files: names of the macros that files set.
 
   Returns:
     Result of `reachable`.
@@ -139,7 +137,7 @@ def check(
     ConfigError: with the binding, its location, the expectation and the remedy.
   """
   uses = reachable(entry, table)
-  _check_effect(entry, uses, table, macros_of_files)
+  _check_effect(entry, uses, table)
   for use in uses:
     if use.configurable.selector == MACRO and not use.bound:
       name = '/'.join(use.scope)
@@ -172,7 +170,7 @@ def check(
 
 def _reader_of(macro: str, table: Table) -> Location | str:
   """Return the location of the first binding that reads a macro."""
-  for row in table:
+  for row in table.values():
     if row.location is None:
       continue
     for reference in references(row.value):
@@ -224,12 +222,11 @@ def _check_effect(
   entry: Callable[..., Any],
   uses: list[Use],
   table: Table,
-  macros_of_files: Collection[str],
 ) -> None:
   """Raise if no reached configurable reads the binding of a flag."""
   read = {row.key for use in uses for row in use.bound.values()}
   registry = configurables()
-  for row in table:
+  for row in table.values():
     scope, selector, parameter = row.key
     configurable = registry[selector]
     if row.key in read or not row.is_flag:
@@ -241,7 +238,7 @@ def _check_effect(
     wanted = tuple(scope.split('/')) if scope else ()
     narrower = next((use for use in used if use.scope[: len(wanted)] == wanted), None)
     if selector == MACRO:
-      reason = _why_macro_has_no_effect(scope, entry, read, macros_of_files, table.replaced)
+      reason = _why_macro_has_no_effect(row, entry, read, table.replaced)
     elif narrower is not None:
       by = narrower.bound[parameter]
       reason = (
@@ -271,7 +268,7 @@ def misspelt_scopes(uses: list[Use], table: Table) -> list[str]:
       if not table.is_macro(scope):
         scopes.add(scope)
   sentences = []
-  for row in table:
+  for row in table.values():
     scope, selector, parameter = row.key
     if row.location is None or row.is_flag:
       continue
@@ -287,15 +284,18 @@ def misspelt_scopes(uses: list[Use], table: Table) -> list[str]:
 
 
 def _why_macro_has_no_effect(
-  name: str,
+  row: Row,
   entry: Callable[..., Any],
   read: Collection[Key],
-  macros_of_files: Collection[str],
   replaced: Mapping[str, Location],
 ) -> str:
+  name = row.key[0]
   if name in replaced:
     return f'{replaced[name]} replaces the binding that reads {name!r}. Remove one of the two.'
-  if name in macros_of_files:
+  of_file = row.former
+  while of_file is not None and of_file.is_flag:
+    of_file = of_file.former
+  if of_file is not None:
     return f'a file sets {name!r} too, but {entry.__name__} does not use it. Remove the flag.'
   names = [used_name for used_name, selector, _ in read if selector == MACRO]
   return f'the macro {name!r} is not used.{did_you_mean(name, names)}'
@@ -332,7 +332,7 @@ def location_of(
     if name in use.bound:
       row = table.path(use.bound[name])[-1]
       value = row.value
-      location = row.file_location
+      location = None if row.path is None else row.location
     else:
       value = parameter.default
       location = None

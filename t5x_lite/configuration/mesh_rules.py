@@ -266,14 +266,12 @@ class Choice:
   """The rule that applies to a configuration.
 
   Attributes:
-    rules: all rules.
     selector: the selector.
     is_detected: whether the selector is that of the hardware.
     rule: the matching rule, or None.
     texts: what the rule binds.
   """
 
-  rules: MeshRules
   selector: str
   is_detected: bool
   rule: MeshRule | None
@@ -314,9 +312,7 @@ def choose(
         f'Mesh rule {rule.pattern!r}: None requires a configured partitioner. Bind num_partitions of '
         'the partitioner, or replace None by bindings.'
       )
-  return Choice(
-    rules=rules, selector=chosen, is_detected=selector is None, rule=rule, texts=tuple(texts)
-  )
+  return Choice(selector=chosen, is_detected=selector is None, rule=rule, texts=tuple(texts))
 
 
 def _texts_of(rule: MeshRule, imports: Mapping[str, Import], table: Table) -> list[Text]:
@@ -400,7 +396,7 @@ def changes(choice: Choice, table: Table) -> list[Row]:
     choice: the rule.
     table: all bindings, among them those of the rule and of the flags, which override it.
   """
-  rows = {id(row.statement): row for row in table}
+  rows = {id(row.statement): row for row in table.values()}
   found = []
   for statement in gin_syntax.bindings_of(choice.texts):
     row = rows.get(id(statement))
@@ -420,30 +416,6 @@ def _without_rule(row: Row, choice: Choice) -> Row | None:
   while found is not None and id(found.statement) in of_rule:
     found = found.former
   return found
-
-
-def describe(choice: Choice, changed: Sequence[Row], read: Collection[Key]) -> str:
-  """Return selector, rule and changes in one line.
-
-  Args:
-    choice: the rule.
-    changed: result of `changes`.
-    read: keys of the bindings that the command reads.
-  """
-  if choice.rule is None:
-    return choice.description
-  if not changed:
-    return f'{choice.description} changes nothing'
-  shown = []
-  for row in changed:
-    text = str(row.statement)
-    if row.key not in read:
-      text += ' (not used by this command)'
-    shown.append(text)
-  more = ''
-  if len(shown) > _MOST_SHOWN:
-    more = f', and {len(shown) - _MOST_SHOWN} more'
-  return f'{choice.description} sets {", ".join(shown[:_MOST_SHOWN])}{more}'
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -472,11 +444,13 @@ class AppliedRule:
 
   Attributes:
     choice: the rule.
+    changed: result of `changes`.
     rules: all rules as a run records them, see `recorded_rules`.
     imports: import statements without those that only the rule has.
   """
 
   choice: Choice
+  changed: Sequence[Row]
   rules: MeshRules
   imports: Sequence[config_parser.ImportStatement]
 
@@ -494,24 +468,49 @@ def bind(
     imports: all import statements.
   """
   without_rule = []
-  for row in table:
+  for row in table.values():
     former = _without_rule(row, applied.choice)
     if former is not None and former.base is None:
       without_rule.append(former)
   gin_apply.bind(without_rule, applied.imports)
   gin.bind_parameter(_KEY, _Record(applied.rules))
-  text = f'{_comment(applied.choice, changes(applied.choice, table))}\n{gin.config_str()}'
+  text = f'{_comment(applied)}\n{gin.config_str()}'
   gin.bind_parameter(_KEY, _Record(applied.rules, text))
-  gin_apply.bind(table, imports)
+  gin_apply.bind(table.values(), imports)
 
 
-def _comment(choice: Choice, changed: Sequence[Row]) -> str:
+def _comment(applied: AppliedRule) -> str:
   """Return the comment of a recorded configuration on the rule that applied."""
-  if not changed:
-    return f'# {choice.description}.\n'
-  lines = [f'# {choice.description}, which changes these values of the configuration below:\n']
-  lines += [f'#   {row.statement}\n' for row in changed]
+  description = applied.choice.description
+  if not applied.changed:
+    return f'# {description}.\n'
+  lines = [f'# {description}, which changes these values of the configuration below:\n']
+  lines += [f'#   {row.statement}\n' for row in applied.changed]
   return ''.join(lines)
+
+
+def describe(applied: AppliedRule, read: Collection[Key]) -> str:
+  """Return selector, rule and changes in one line.
+
+  Args:
+    applied: the rule.
+    read: keys of the bindings that the command reads.
+  """
+  description = applied.choice.description
+  if applied.choice.rule is None:
+    return description
+  if not applied.changed:
+    return f'{description} changes nothing'
+  shown = []
+  for row in applied.changed:
+    text = str(row.statement)
+    if row.key not in read:
+      text += ' (not used by this command)'
+    shown.append(text)
+  more = ''
+  if len(shown) > _MOST_SHOWN:
+    more = f', and {len(shown) - _MOST_SHOWN} more'
+  return f'{description} sets {", ".join(shown[:_MOST_SHOWN])}{more}'
 
 
 def configuration_text() -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import gin
 from gin import config as gin_config
 
+from t5x_lite import files
 from t5x_lite.configuration import syntax
 
 # (scope, complete selector, parameter), as in gin.
@@ -19,6 +20,8 @@ Key = tuple[str, str, str]
 Scope = tuple[str, ...]
 # Selector of macros.
 MACRO = 'gin.macro'
+# Text of bindings that no file or flag has.
+_CODE = syntax.Text('code', ())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,7 +32,7 @@ class Row:
     key: what it binds.
     value: the value, in which names are references of gin.
     statement: the statement; None for a binding that code has made, or that of a base class.
-    text: file or flag of the statement.
+    text: file or flag that has the statement.
     base: row of a base class whose value this is, see `inheritance`.
     former: row that this one replaces.
   """
@@ -37,7 +40,7 @@ class Row:
   key: Key
   value: Any
   statement: syntax.Binding | None = None
-  text: syntax.Text | None = None
+  text: syntax.Text = _CODE
   base: 'Row | None' = None
   former: 'Row | None' = None
 
@@ -47,11 +50,9 @@ class Row:
     return self.statement and self.statement.location
 
   @property
-  def file_location(self) -> syntax.Location | None:
-    """File and line; None for a row that no file has."""
-    if self.text is None or self.text.path is None:
-      return None
-    return self.location
+  def path(self) -> files.Path | None:
+    """Path of the file that has the statement; None for a flag, code, and text of a command."""
+    return self.text.path
 
   @property
   def is_flag(self) -> bool:
@@ -89,8 +90,8 @@ class Inherited:
     return copy.deepcopy(gin.query_parameter(f'{scope}/{name}' if scope else name), memo)
 
 
-class Table:
-  """Rows by key; a later row of the same key replaces an earlier one.
+class Table(dict[Key, Row]):
+  """The row that applies by key, in the order in which the keys were first bound; `add` adds a row.
 
   Attributes:
     groups: rows by (scope, complete selector) and parameter.
@@ -98,31 +99,19 @@ class Table:
   """
 
   def __init__(self):
-    self._rows: dict[Key, Row] = {}
+    super().__init__()
     self.groups: dict[tuple[str, str], dict[str, Row]] = {}
     self.replaced: dict[str, syntax.Location] = {}
 
-  def __iter__(self) -> Iterator[Row]:
-    """Iterate over the rows that apply, in the order in which their keys were first bound."""
-    return iter(tuple(self._rows.values()))
-
-  def __contains__(self, key: Key) -> bool:
-    """Return whether a key is bound."""
-    return key in self._rows
-
-  def __getitem__(self, key: Key) -> Row:
-    """Return the row of a key."""
-    return self._rows[key]
-
   def add(self, row: Row) -> None:
     """Add a row, which replaces that of its key."""
-    former = self._rows.get(row.key)
+    former = self.get(row.key)
     if former is not None:
       row = dataclasses.replace(row, former=former)
       if row.location is not None:
         self.replaced |= dict.fromkeys(former.macros() - row.macros(), row.location)
     scope, selector, parameter = row.key
-    self._rows[row.key] = row
+    self[row.key] = row
     self.groups.setdefault((scope, selector), {})[parameter] = row
 
   def in_scope(self, scope: Scope, selector: str) -> dict[str, Row]:

@@ -12,9 +12,8 @@ __getattr__, __dir__, __all__ = lazy_names(
   globals(),
   {
     'jax.sharding': ('Mesh', 'PartitionSpec'),
-    't5x_lite.partitioning.chunks': ('LocalChunkInfo', 'LocalChunker'),
     't5x_lite.partitioning.explain': ('ShardingReport', 'ShardingRow'),
-    't5x_lite.partitioning.layout': ('DataLayout',),
+    't5x_lite.partitioning.layout': ('DataLayout', 'LocalChunkInfo', 'LocalChunker'),
     't5x_lite.partitioning.mesh': ('default_mesh', 'get_cpu_mesh', 'get_gpu_mesh', 'get_mesh'),
     't5x_lite.partitioning.model_info': ('log_model_info', 'write_model_info', 'write_state_tree'),
     't5x_lite.partitioning.nan_search': ('searches_nan',),

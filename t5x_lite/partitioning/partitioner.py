@@ -30,8 +30,6 @@ from t5x_lite.partitioning import layout
 from t5x_lite.partitioning import mesh as mesh_lib
 from t5x_lite.partitioning import nan_search
 from t5x_lite.partitioning import rules as rules_lib
-from t5x_lite.partitioning.chunks import LocalChunker
-from t5x_lite.partitioning.chunks import LocalChunkInfo
 from t5x_lite.types import ChoosesMesh, LogicalAxisRules, PyTree
 
 _logger = logging.getLogger(__name__)
@@ -250,8 +248,8 @@ class BasePartitioner(ChoosesMesh):
     return layout.shard_of_process(self.mesh, self.data_partition_spec, jax.process_index())[0]
 
   @functools.cached_property
-  def _local_chunker(self) -> LocalChunker:
-    return LocalChunker(self.mesh)
+  def _local_chunker(self) -> layout.LocalChunker:
+    return layout.LocalChunker(self.mesh)
 
   def get_data_layout(
     self, batch_size: int | None = None, host_index: int | None = None
@@ -282,7 +280,7 @@ class BasePartitioner(ChoosesMesh):
 
   def get_local_chunk_info(
     self, global_shape: Sequence[int], mesh_axes: Sequence[rules_lib.MeshAxis]
-  ) -> LocalChunkInfo:
+  ) -> layout.LocalChunkInfo:
     """Return the piece of a global array that this process holds; see `LocalChunker.get_local_chunk_info`.
 
     Raises:

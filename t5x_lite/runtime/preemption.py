@@ -22,6 +22,20 @@ def signals_that_end_a_wait() -> str:
   return 'SIGTERM or Ctrl-C, sent twice to all processes,'
 
 
+class _Repeated:
+  """Handler that ignores the SIGTERM that has ended a `StopSignals`; any later one gets the handler of before."""
+
+  def __init__(self, requests: StopRequests):
+    self._requests = requests
+    self._previous = signal.getsignal(signal.SIGTERM)
+
+  def __call__(self, number: int, frame: FrameType | None) -> None:
+    del frame
+    if not self._requests.is_repeated(number):
+      signal.signal(number, self._previous)
+      os.kill(os.getpid(), number)
+
+
 class StopSignals:
   """Context within which a signal sets `requested`, and a second SIGINT or SIGTERM ends the process at once.
 
@@ -92,11 +106,15 @@ class StopSignals:
       }
     return self
 
-  def __exit__(self, *exc_info) -> None:
+  def __exit__(self, exc_type, error: BaseException | None, traceback) -> None:
     for number, handler in self._previous.items():
       signal.signal(
         number, signal.SIG_DFL if handler is None else handler
       )  # None: not installed from Python.
+    is_repeated = signal.SIGTERM in self._previous and self._requests.is_repeated(signal.SIGTERM)
+    if error is not None and is_repeated:
+      # The program is ending, perhaps already saved, with a status that the same SIGTERM must not replace.
+      signal.signal(signal.SIGTERM, _Repeated(self._requests))
     self._previous = {}
 
   def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -30,13 +30,16 @@ class StopRequests:
     if number == signal.SIGHUP:
       return False
     if number == signal.SIGTERM:
-      now = self._clock()
-      is_same = now - self._terminated_at < _SAME_SECONDS
-      self._terminated_at = now
+      is_same = self.is_repeated(number)
+      self._terminated_at = self._clock()
       if is_same:
         return False
     self.count += 1
     return self.count > 1
+
+  def is_repeated(self, number: int) -> bool:
+    """Return whether a signal that comes now is the same SIGTERM as the last one."""
+    return number == signal.SIGTERM and self._clock() - self._terminated_at < _SAME_SECONDS
 
 
 class StopAgreement:

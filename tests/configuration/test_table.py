@@ -28,7 +28,7 @@ def test_the_last_row_of_a_key_applies_and_knows_the_former_one(table):
   last = _row('mine.Model.width = 3', ('', _MODEL, 'width'))
   for row in (first, other, last):
     table.add(row)
-  assert [row.statement for row in table] == [last.statement, other.statement]
+  assert [row.statement for row in table.values()] == [last.statement, other.statement]
   assert table['', _MODEL, 'width'].former is first
   assert list(table.groups['', _MODEL]) == ['width', 'rate']
   assert table.replaced == {'WIDTH': last.location}
@@ -60,7 +60,7 @@ def test_locations_tell_files_flags_and_code_apart():
     'a.gin:1',
     'set in code',
   ]
-  assert of_command.file_location is None  # It is text of a command.
+  assert of_flag.path is of_command.path is of_code.path is None
 
 
 def test_an_inherited_value_is_that_of_the_base_when_it_is_used():

@@ -5,6 +5,7 @@ import json
 import threading
 import time
 import traceback
+import weakref
 
 import jax
 from jax.sharding import PartitionSpec
@@ -181,6 +182,15 @@ def test_close_ends_the_thread_and_the_source(partitioner):
   assert not _threads() and source.closed
   with pytest.raises(RuntimeError, match='closed'):
     next(batches)
+
+
+def test_a_batch_that_was_late_is_kept_by_its_user_alone(partitioner):
+  with data.GlobalBatches(_Counter(delay=0.2), partitioner, prefetch=1) as batches:
+    assert batches.take(0) is None
+    array = weakref.ref(batches.take(60)['x'])
+    assert batches.knows_next(60)
+    gc.collect()
+    assert array() is None
 
 
 def test_a_forgotten_iterator_is_closed_when_collected(partitioner):

@@ -62,8 +62,8 @@ MUTANTS = (
   Mutant(
     'a_checkpoint_is_not_named_by_its_index',
     't5x_lite/checkpoints/sources/detect.py',
-    'root.name in _INDEX_FILES and root.is_file()',
-    'root.name in _INDEX_FILES and root.is_dir()',
+    'root.name in index_files and root.is_file()',
+    'root.name in index_files and root.is_dir()',
     'tests/checkpoints/sources/test_sources.py::test_a_checkpoint_may_be_named_by_a_file_in_it',
   ),
   # Of folders for transformers, noticed by its recorded results.
@@ -118,8 +118,8 @@ MUTANTS = (
   ),
   Mutant(
     'a_run_follows_a_link_that_is_switched',
-    't5x_lite/apps/train/run.py',
-    '  cfg = dataclasses.replace(cfg, model_dir=checkpoints.without_links(cfg.model_dir))\n',
+    't5x_lite/apps/train/open_run.py',
+    '    cfg = dataclasses.replace(cfg, model_dir=checkpoints.without_links(cfg.model_dir))\n',
     '',
     'tests/apps/train/test_moved_folder.py::test_a_link_that_is_switched_changes_nothing',
   ),

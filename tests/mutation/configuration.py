@@ -324,7 +324,7 @@ MUTANTS = (
   Mutant(
     'defaults_that_the_user_set_are_called_ours',
     't5x_lite/gin_utils.py',
-    'if in_program and text.is_packaged():',
+    'if in_program and row.text.is_packaged():',
     'if in_program:',
     'tests/configuration/test_t5x_names.py::test_log_says_once_which_files_and_defaults_are_ours',
   ),

@@ -62,7 +62,7 @@ MUTANTS = (
   ),
   Mutant(
     'the_watchdog_ends_one_process',
-    't5x_lite/apps/train/run.py',
+    't5x_lite/apps/train/open_run.py',
     "      'on_timeout': lambda message: monitor.end_all(message, ExitCode.WATCHDOG),\n",
     '',
     _FAULTS_TEST + 'test_a_stalled_source_ends_all_and_sigterm_a_survivor_of_a_stopped_process',

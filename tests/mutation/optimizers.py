@@ -208,7 +208,7 @@ MUTANTS = (
   Mutant(
     'parts_evaluate_what_they_train',
     't5x_lite/optimizers/multi/optimizer.py',
-    'return _paths.like(params, new_leaves)\n\n  def frozen_paths',
+    'return _multi_parts.like(params, new_leaves)\n\n  def frozen_paths',
     'return params\n\n  def frozen_paths',
     'tests/optimizers/base/test_state_hooks.py::test_schedule_free_evaluates_the_average',
   ),

@@ -372,7 +372,7 @@ MUTANTS = (
   ),
   Mutant(
     'a_save_is_not_told_to_the_launcher',
-    't5x_lite/apps/train/run.py',
+    't5x_lite/apps/train/open_run.py',
     "elif event.kind == 'save_committed':",
     'elif False:',
     'tests/multiprocess/test_faults.py::test_launch_restarts_all_from_the_newest_checkpoint',
@@ -425,6 +425,13 @@ MUTANTS = (
     '      if is_same:',
     '      if False:',
     'tests/runtime/test_stop_requests.py::test_a_repeated_sigterm_is_one_request_and_sighup_none',
+  ),
+  Mutant(
+    'the_same_sigterm_kills_a_process_that_ends',
+    't5x_lite/runtime/preemption.py',
+    '    if not self._requests.is_repeated(number):',
+    '    if True:',
+    'tests/runtime/test_preemption.py::test_the_same_sigterm_does_not_replace_the_status_of_a_process_that_ends',
   ),
   Mutant(
     'a_signature_holds_for_every_key',

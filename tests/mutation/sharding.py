@@ -54,17 +54,17 @@ MUTANTS = (
   ),
   Mutant(
     'misaligned_blocks_are_taken',
-    't5x_lite/partitioning/chunks.py',
+    't5x_lite/partitioning/layout.py',
     'not (start % extent).any() and ',
     '',
     'tests/partitioning/test_layout.py::test_process_without_a_block',
   ),
   Mutant(
     'the_first_axis_varies_fastest',
-    't5x_lite/partitioning/chunks.py',
+    't5x_lite/partitioning/layout.py',
     'for axis in self._ordered(sharded_mesh_axes):\n      shard_id',
     'for axis in reversed(self._ordered(sharded_mesh_axes)):\n      shard_id',
-    'tests/partitioning/test_chunks.py::test_chunks_of_tuple_axes',
+    'tests/partitioning/test_layout.py::test_chunks_of_tuple_axes',
   ),
   Mutant(
     'axes_of_a_tuple_stay_free',

@@ -20,7 +20,7 @@ MUTANTS = (
   Mutant(
     'a_dry_run_reads_no_batch',
     't5x_lite/apps/train/run.py',
-    'raise no_batch_error(cfg.train_dataset_cfg)',
+    'raise no_batch_error(run.cfg.train_dataset_cfg)',
     'return',
     'tests/apps/train/test_dry_run.py::test_what_a_run_rejects[True]',
   ),
@@ -153,7 +153,7 @@ MUTANTS = (
   Mutant(
     'evaluations_count_as_steps',
     't5x_lite/apps/train/loop.py',
-    '    self.step_log.start_clock()\n',
+    '    self._step_log.start_clock()\n',
     '',
     'tests/apps/train/test_step_log.py::test_the_time_of_a_step_excludes_evaluations',
   ),
@@ -670,8 +670,8 @@ MUTANTS = (
   ),
   Mutant(
     'parameters_are_restored_in_another_dtype_than_the_steps',
-    't5x_lite/apps/train/run.py',
-    'if not start.is_new:',
+    't5x_lite/apps/train/open_run.py',
+    'if not self.start.is_new:',
     'if False:',
     'tests/apps/train/test_saves.py::test_restored_parameters_keep_the_dtype_of_the_training_step',
   ),
@@ -713,9 +713,9 @@ MUTANTS = (
   ),
   Mutant(
     'a_signal_during_the_hooks_of_the_start_kills',
-    't5x_lite/apps/train/run.py',
-    "signals = stack.enter_context(runtime.StopSignals('ending before the first step'))",
-    "signals = runtime.StopSignals('ending before the first step')",
+    't5x_lite/apps/train/open_run.py',
+    "stack.enter_context(runtime.StopSignals('ending before the first step'))",
+    "runtime.StopSignals('ending before the first step')",
     'tests/apps/train/test_goodput.py::'
     'test_a_signal_during_the_hooks_of_the_first_and_the_last_event_is_a_normal_stop',
   ),
@@ -786,17 +786,32 @@ MUTANTS = (
     '::test_the_watchdog_warns_each_time_without_a_step_and_never_ends_the_run[None]',
   ),
   Mutant(
+    'a_signal_after_the_last_evaluation_stops_the_run',
+    't5x_lite/apps/train/loop.py',
+    'is_finished = self._has_last_step and is_sound and not self.evaluation_due',
+    'is_finished = False',
+    'tests/apps/train/test_loop.py::test_a_signal_after_the_last_evaluation_has_no_effect',
+  ),
+  Mutant(
+    'the_first_reason_why_a_run_ends_decides',
+    't5x_lite/apps/train/loop.py',
+    'if self._end is None or end.kind >= self._end.kind:',
+    'if self._end is None:',
+    'tests/apps/train/test_loop.py::'
+    'test_a_signal_is_the_reason_for_what_is_left_to_do[action1-2 of 4]',
+  ),
+  Mutant(
     'data_that_ends_early_completes_the_run',
     't5x_lite/apps/train/loop.py',
-    "cause = 'data_ended'",
-    "cause = 'completed'",
+    'RunEnd(EndKind.DATA_ENDED)',
+    'RunEnd(EndKind.COMPLETED)',
     'tests/apps/train/test_length.py::'
     'test_data_that_ends_before_the_number_of_steps_ends_the_run[undeclared]',
   ),
   Mutant(
     'lost_records_are_the_end_of_the_data',
     't5x_lite/data/global_batches.py',
-    'if self._num_read >= self._num_queued:',
+    'if not self._num_to_drop:',
     'if True:',
     'tests/data/test_global_batches.py::test_fewer_batches_than_were_used_are_an_error',
   ),

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 
@@ -91,3 +92,25 @@ def test_closing_a_terminal_only_asks_and_ignored_signals_stay_ignored():
   assert (
     out.split() == ['False', 'SIGTERM', 'SIGHUP'] and process.returncode == 128 + signal.SIGTERM
   )
+
+
+def test_the_same_sigterm_does_not_replace_the_status_of_a_process_that_ends():
+  """A stop may take less time than the second in which a SIGTERM is the same."""
+  received = []
+
+  def record(number, frame):
+    del frame
+    received.append(number)
+
+  before = signal.signal(signal.SIGTERM, record)
+  try:
+    with pytest.raises(ValueError), runtime.StopSignals():
+      os.kill(os.getpid(), signal.SIGTERM)
+      raise ValueError
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert not received
+    time.sleep(1.1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert received == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) is record
+  finally:
+    signal.signal(signal.SIGTERM, before)

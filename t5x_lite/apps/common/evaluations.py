@@ -26,10 +26,6 @@ from t5x_lite.evaluation import MEAN
 MetricsByTask = Mapping[str, Mapping[str, clu.values.Value]]
 
 
-class EvaluationInterrupted(Exception):
-  """Error that `note_fn` or `read_fn` raise to interrupt an evaluation, which is repeated later."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpenEvaluation:
   """An evaluation with its data opened.
@@ -87,10 +83,10 @@ class RunEvaluations:
       evaluations: the evaluations, in the order in which they are computed.
       summary_dir: the run directory; None writes no metrics.
       progress: log of the results.
-      note_fn: called before each batch with a description of the work; may raise `EvaluationInterrupted`.
+      note_fn: called before each batch with a description of the work; may raise `waiting.Interrupted`.
       compiling_fn: returns the context in which the programs of an evaluation are compiled, from its name.
       read_fn: iterates over its first argument, batches; the second one describes the work. For example
-        `waiting.DataWaits.iterate`. May raise `EvaluationInterrupted`.
+        `waiting.DataWaits.iterate`. May raise `waiting.Interrupted`; the evaluation is repeated later.
       actions: actions that are called with the results and may stop the run.
     """
     self._trainer = trainer

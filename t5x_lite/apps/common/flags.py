@@ -40,7 +40,6 @@ class Invocation(NamedTuple):
     distributed: one of `cluster_environment.MODES`; None for a command that does not compute, or if the process has
       joined its cluster.
     jax_flags: flags of the form `--jax_NAME=VALUE`.
-    others: arguments after `--`.
     describe_error: function of (process, exception) that returns how the exception ends this one of several processes.
   """
 
@@ -55,7 +54,6 @@ class Invocation(NamedTuple):
   compilation_cache_dir: str | None = NO_CACHE
   distributed: str | None = None
   jax_flags: Sequence[str] = ()
-  others: Sequence[str] = ()
   describe_error: Callable[[int, BaseException], Ending] | None = None
 
 
@@ -66,11 +64,9 @@ def make_invocation(flags: Mapping[str, Any], **fields: Any) -> Invocation:
     flags: values of all flags and arguments of the command by name.
     **fields: other fields of the invocation.
   """
-  # Names that begin with _ are those of flags that are listed for --help only.
-  values = {name: value for name, value in flags.items() if not name.startswith('_')}
-  shared = {name: value for name, value in values.items() if name in Invocation._fields}
-  record = collections.namedtuple('Flags', values)
-  return Invocation(**(shared | fields), flags=record(**values))
+  shared = {name: value for name, value in flags.items() if name in Invocation._fields}
+  record = collections.namedtuple('Flags', flags)
+  return Invocation(**(shared | fields), flags=record(**flags))
 
 
 class Command(NamedTuple):
@@ -84,7 +80,7 @@ class Command(NamedTuple):
     add_arguments: adds the command's arguments to its parser.
     run: runs an invocation of the command and returns its exit status.
     entry: dotted name of the function that gin configures; None for a command without gin configuration.
-    passes_on: whether the arguments after `--` are those of another command, `Invocation.others`.
+    passes_on: whether the arguments after `--` are those of another command, its argument `others`.
   """
 
   help: str
@@ -125,7 +121,7 @@ def add_gin_arguments(
   # Parsed before argparse runs; listed here for --help.
   group.add_argument(
     '--gin.NAME=VALUE',
-    dest='_',
+    dest=argparse.SUPPRESS,
     action='store_true',
     help='set a macro (--gin.TRAIN_STEPS=1000, --gin.MODEL_DIR=runs/a) or a parameter '
     '(--gin.train_script.train.eval_period=100)',
@@ -227,7 +223,7 @@ def _add_absl_arguments(parser: argparse.ArgumentParser) -> None:
   group.add_argument(
     '--jax_NAME=VALUE',
     action='store_true',
-    dest='_',
+    dest=argparse.SUPPRESS,
     help='set an option of JAX, e.g. --jax_log_compiles or --jax_default_matmul_precision=highest',
   )
   group.add_argument(

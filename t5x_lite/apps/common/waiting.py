@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterable, Iterator
 import concurrent.futures
 import contextlib
 import contextvars
+import functools
 import queue
 import threading
 import time
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from t5x_lite import runtime
 
@@ -19,42 +20,12 @@ POLL_SECONDS = 0.2
 WARNING_SECONDS = 300.0
 
 
-def wait_for(
-  poll_fn: Callable[[float], T],
-  check_fn: Callable[[float], None],
-  warning_fn: Callable[[float], str],
-  *,
-  warning_seconds: float = WARNING_SECONDS,
-  clock: Callable[[], float] = time.monotonic,
-) -> T:
-  """Poll until there is a result and return it. Time in which this process was stopped does not count.
-
-  Args:
-    poll_fn: waits at most the given number of seconds for a result; returns a false value without a result.
-    check_fn: called after each poll without a result, with the seconds waited; may raise to end the wait.
-    warning_fn: returns the warning, printed with the stacks of all threads, from the seconds waited.
-    warning_seconds: interval of the warnings.
-    clock: returns seconds.
-
-  Raises:
-    Exception: errors of `poll_fn` and `check_fn`.
-  """
-  now = clock()
-  waited = 0.0
-  num_warnings = 0
-  while not (found := poll_fn(POLL_SECONDS)):
-    before = now
-    now = clock()
-    waited += runtime.awake_seconds(now - before, POLL_SECONDS)
-    check_fn(waited)
-    if waited >= warning_seconds * (num_warnings + 1):
-      num_warnings += 1
-      runtime.print_stacks(f'warning: {warning_fn(waited)}')
-  return found
+class Interrupted(Exception):
+  """Error that ends a wait or an evaluation after a signal."""
 
 
 class DataWaits:
-  """Opens or reads data in other threads, while the calling thread waits and checks for signals.
+  """Opens or reads data in other threads, while the calling thread waits and checks for signals and limits.
 
   When a signal ends the wait, a stalled thread is abandoned; it ends when its call returns. With several processes,
   signals do not end a wait, since no process can stop alone.
@@ -63,10 +34,11 @@ class DataWaits:
   def __init__(
     self,
     signals: runtime.StopSignals,
-    stop_error_fn: Callable[[str], Exception],
+    stop_error_fn: Callable[[str], Exception] = Interrupted,
     *,
     on_wait: Callable[[], object] = lambda: None,
     warning_seconds: float = WARNING_SECONDS,
+    clock: Callable[[], float] = time.monotonic,
   ):
     """Store the arguments.
 
@@ -75,36 +47,50 @@ class DataWaits:
       stop_error_fn: returns the error to raise after a signal, from a description of the interrupted work.
       on_wait: called repeatedly during a wait.
       warning_seconds: interval of the warnings about a long wait, with the stacks of all threads.
+      clock: returns seconds.
     """
     self._signals = signals
     self._stop_error_fn = stop_error_fn
     self._on_wait = on_wait
     self._warning_seconds = warning_seconds
+    self._clock = clock
 
-  def until(self, poll_fn: Callable[[float], T], doing: str) -> T:
-    """Poll until there is a result and return it; see `wait_for`.
+  def until(
+    self,
+    poll_fn: Callable[[float], T],
+    doing: str,
+    *,
+    warning_fn: Callable[[float], str] | None = None,
+    check_fn: Callable[[float], object] = lambda waited: None,
+  ) -> T:
+    """Poll until there is a result and return it. Time in which this process was stopped does not count.
 
     Args:
       poll_fn: waits at most the given number of seconds for a result; returns a false value without a result.
       doing: description of the work, e.g. 'opening the training data'.
+      warning_fn: returns the warning about a long wait from the seconds waited; None for one that describes the work.
+      check_fn: called after each poll without a result, with the seconds waited; may raise to end the wait.
 
     Raises:
-      Exception: errors of `poll_fn`, or `stop_error_fn`'s error after a signal.
+      Exception: errors of `poll_fn` and `check_fn`, or `stop_error_fn`'s error after a signal.
     """
-
-    def check(waited: float) -> None:
-      del waited
+    if warning_fn is None:
+      warning_fn = functools.partial(_describe_wait, doing)
+    now = self._clock()
+    waited = 0.0
+    next_warning = self._warning_seconds
+    while not (found := poll_fn(POLL_SECONDS)):
+      before = now
+      now = self._clock()
+      waited += runtime.awake_seconds(now - before, POLL_SECONDS)
       self._on_wait()
       if self._signals.ends_waits:
         raise self._stop_error_fn(doing)
-
-    def warning(waited: float) -> str:
-      return (
-        f'{doing[:1].upper()}{doing[1:]} has taken {waited:.0f} s. The run waits; '
-        f'{runtime.signals_that_end_a_wait()} ends the wait.'
-      )
-
-    return wait_for(poll_fn, check, warning, warning_seconds=self._warning_seconds)
+      check_fn(waited)
+      if waited >= next_warning:
+        next_warning += self._warning_seconds
+        runtime.print_stacks(f'warning: {warning_fn(waited)}')
+    return found
 
   def call(
     self, fn: Callable[[], T], doing: str, close_fn: Callable[[T], None] = lambda result: None
@@ -118,28 +104,32 @@ class DataWaits:
         has ended by then.
     """
     with contextlib.closing(_Caller()) as caller:
-      return self._result(caller.submit(fn), doing, close_fn)
+      future = caller.submit(fn)
+      try:
+        return self.result(future, doing)
+      except BaseException:
+        future.add_done_callback(lambda late: late.exception() or close_fn(late.result()))
+        raise
 
   def iterate(self, iterable: Iterable[T], doing: str) -> Iterator[T]:
     """Yield the elements of `iterable`, all read in one thread; raise like `call`."""
     end = object()
     with contextlib.closing(_Caller()) as caller:
-      iterator = self._result(caller.submit(lambda: iter(iterable)), doing)
-      while (element := self._result(caller.submit(lambda: next(iterator, end)), doing)) is not end:
+      iterator = self.result(caller.submit(lambda: iter(iterable)), doing)
+      while (element := self.result(caller.submit(lambda: next(iterator, end)), doing)) is not end:
         yield element
 
-  def _result(
-    self,
-    future: concurrent.futures.Future,
-    doing: str,
-    close_fn: Callable[[T], None] = lambda result: None,
-  ) -> T:
-    try:
-      self.until(lambda seconds: concurrent.futures.wait([future], seconds).done, doing)
-    except BaseException:
-      future.add_done_callback(lambda late: late.exception() or close_fn(late.result()))
-      raise
+  def result(self, future: concurrent.futures.Future, doing: str) -> Any:
+    """Wait for a future and return its result; raise its error, or the error after a signal."""
+    self.until(lambda seconds: concurrent.futures.wait([future], seconds).done, doing)
     return future.result()
+
+
+def _describe_wait(doing: str, waited: float) -> str:
+  return (
+    f'{doing[:1].upper()}{doing[1:]} has taken {waited:.0f} s. The run waits; '
+    f'{runtime.signals_that_end_a_wait()} ends the wait.'
+  )
 
 
 class _Caller:

@@ -1,7 +1,6 @@
 """`t5x_lite convert`: convert weights from and to the formats of T5X and Hugging Face."""
 
 import argparse
-import dataclasses
 import decimal
 import re
 
@@ -28,6 +27,17 @@ examples:
   t5x_lite convert runs/mine runs/mine_scanned --to=t5x_lite --param_layout=scalable_t5 --optimizer_state=drop
   t5x_lite convert t5x_runs/large large_half --to=hugging_face --dtype=bfloat16 --max_shard_size=2GB
 """
+_OPTIONS = (
+  'to',
+  'dtype',
+  'param_average',
+  'param_layout',
+  'optimizer_state',
+  'step',
+  'family',
+  'tokenizer',
+  'max_shard_size',
+)
 _UNITS = {
   '': 1,
   'B': 1,
@@ -58,7 +68,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help='path of the result, which must not exist: a Hugging Face folder, or a run directory with '
     'one checkpoint_<step>',
   )
-  parser.add_argument('--to', required=True, metavar='FORMAT', help='t5x_lite, t5x or hugging_face')
+  parser.add_argument(
+    '--to',
+    required=True,
+    metavar='FORMAT',
+    help='t5x_lite, t5x, hugging_face, or a format that MODULE registers',
+  )
+  parser.add_argument(
+    '--module', metavar='MODULE', help='Python module to import, which registers a format'
+  )
   parser.add_argument(
     '--dtype',
     metavar='DTYPE',
@@ -125,20 +143,20 @@ def run_command(invocation: Invocation) -> int:
 
   # Conversion needs no accelerator.
   jax.config.update('jax_platforms', 'cpu')
+  from t5x_lite import module_imports
   from t5x_lite import runtime
   from t5x_lite.apps.convert import report as convert_report
   from t5x_lite.apps.convert import run as convert
 
+  if flags.module is not None:
+    module_imports.import_module(flags.module, what='`--module`')
   progress = runtime.Progress(unit='tensor')
   try:
     done = convert.convert(
       flags.source,
       flags.output,
       progress=progress,
-      **{
-        field.name: getattr(flags, field.name)
-        for field in dataclasses.fields(convert.ConvertConfig)
-      },
+      **{name: getattr(flags, name) for name in _OPTIONS},
     )
   finally:
     progress.clear()

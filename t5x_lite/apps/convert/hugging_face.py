@@ -1,15 +1,21 @@
-"""Conversion to a Hugging Face folder: its network, family and tokenizer."""
+"""Hugging Face folder as the output of `t5x_lite convert`: its network, family and tokenizer."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Mapping
 import dataclasses
 import os
 import tempfile
+from typing import Any
 
-import numpy as np
-
+from t5x_lite import checks
 from t5x_lite import files
-from t5x_lite.apps.convert.plan import PARAMS
-from t5x_lite.apps.convert.plan import StatePlan
+from t5x_lite.apps.convert import source_network
+from t5x_lite.apps.convert import targets
+from t5x_lite.apps.convert.state_plan import AVERAGE
+from t5x_lite.apps.convert.state_plan import MUTABLES
+from t5x_lite.apps.convert.state_plan import PARAM_STATES
+from t5x_lite.apps.convert.state_plan import PARAMS
 from t5x_lite.checkpoints import hugging_face
 from t5x_lite.checkpoints import sources
 from t5x_lite.checkpoints.hugging_face import tokenizer_files
@@ -17,135 +23,155 @@ from t5x_lite.checkpoints.hugging_face import writer
 from t5x_lite.errors import T5xLiteError
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FolderTarget:
-  """Hugging Face folder to write, checked against the source.
+@dataclasses.dataclass(frozen=True)
+class HuggingFaceTarget(targets.Target):
+  """Folder that transformers loads, with parameters in the layout 't5'.
 
   Attributes:
-    architecture: architecture of the network.
-    family: family of the model.
-    tokenizer: file or folder with the tokenizer; None for a family that needs none, or a folder without one.
-    has_tokenizer: whether the folder will have a tokenizer.
-    source: the weights to convert.
-    plan: plan of the parameters.
-    notes: remarks for the user.
-  """
-
-  architecture: hugging_face.Architecture
-  family: hugging_face.Family
-  tokenizer: str | None
-  has_tokenizer: bool
-  source: sources.StateSource
-  plan: StatePlan
-  notes: tuple[str, ...]
-
-  @property
-  def num_tensors(self) -> int:
-    """Number of tensors in the folder; each expert has its own."""
-    return sum(len(rule.theirs) for rule in hugging_face.tensor_table(self.architecture))
-
-  def write(
-    self, folder: files.Path, make: Callable[[str], np.ndarray], max_shard_size: int | None
-  ) -> None:
-    """Write the folder.
-
-    Args:
-      folder: its path, which must not exist.
-      make: returns an array from its name in the state.
-      max_shard_size: maximum number of bytes of a file of weights; None for the default.
-    """
-    note = f'Converted from `{os.path.basename(os.path.normpath(self.source.path))}` ({self.source.format})'
-    writer.write_folder(
-      folder,
-      self.architecture,
-      self.family,
-      lambda name: make(f'{PARAMS}{name}'),
-      max_shard_bytes=max_shard_size or writer.MAX_SHARD_BYTES,
-      tokenizer=self.tokenizer,
-      source_note=f'{note}, step {self.source.step or 0}.',
-      order=list(self.plan.params()),
-    )
-
-
-def known_family(source: sources.StateSource) -> hugging_face.Family | None:
-  """Return the family of a Hugging Face folder, or of the folder that a checkpoint was converted from."""
-  if isinstance(source, sources.HuggingFaceSource):
-    return source.folder.family
-  name = (source.metadata.get('converted') or {}).get('family')
-  if name is None:
-    return None
-  return hugging_face.get_family(name)
-
-
-def prepare(
-  source: sources.StateSource,
-  plan: StatePlan,
-  *,
-  family: hugging_face.Family | None,
-  tokenizer: str | None,
-) -> FolderTarget:
-  """Determine architecture, family and tokenizer of the folder, without reading values.
-
-  Args:
-    source: the weights to convert.
-    plan: plan of its parameters, in the layout 't5'.
     family: family of the model; None detects it.
     tokenizer: file or folder with the tokenizer; None for that of the source, if any.
-
-  Raises:
-    CheckpointError: transformers does not support the network or its family's class does not, or the tokenizer is
-      unusable.
+    max_shard_size: maximum number of bytes of a file of weights; None for the default.
   """
-  notes = []
-  folder = None
-  if isinstance(source, sources.HuggingFaceSource):
-    folder = source.folder
-  architecture = architecture_of(source, plan)
-  if folder is None and not plan.network.get('mlp_activations'):
-    notes.append(
-      'The checkpoint does not record the MLP activations and the maximum distance of the position biases. '
-      f"config.json has T5's values: {', '.join(architecture.mlp_activations)} and "
-      f'{architecture.relpos_max_distance}. Correct config.json if the model has other values.'
-    )
-    if architecture.logits_via_embedding:
-      notes.append(
-        'The checkpoint does not record whether tied logits are scaled. config.json says that they are, as '
-        'in T5X. If they are not, set "scale_decoder_outputs": false in config.json.'
-      )
-  if family is None:
-    family = hugging_face.guess_family(architecture)
-  family.check(architecture)
-  hugging_face.check_ours(hugging_face.tensor_table(architecture), plan.params(), source.path)
-  if folder is None and architecture.num_experts:
-    notes.append(
-      f'transformers limits an expert to {architecture.expert_capacity} tokens per sequence and drops '
-      'further ones; to avoid this, set expert_capacity in config.json to the longest sequence.'
-    )
-  tokenizer, has_tokenizer = _try_tokenizer(tokenizer, source, family, architecture, notes)
-  return FolderTarget(
-    architecture=architecture,
-    family=family,
-    tokenizer=tokenizer,
-    has_tokenizer=has_tokenizer,
-    source=source,
-    plan=plan,
-    notes=tuple(notes),
+
+  format = 'hugging_face'
+  title = 'Hugging Face'
+  other_names = (
+    'hf',
+    'huggingface',
+    'hugging-face',
+    'transformers',
+    'pytorch',
+    'torch',
+    'pt',
+    'safetensors',
   )
+  unit = 'tensors'
+  without_effect = {'optimizer_state': 'drop'}
+  only_layout = 't5'
+  left_out = {
+    AVERAGE: 'The folder has the trained parameters. For their running average, add --param_average.',
+    PARAM_STATES: 'The optimizer state, {num} arrays, is not converted: a Hugging Face folder has no '
+    'optimizer state.',
+    '': '',
+  }
+  is_uploaded = True
 
+  family: str | None = None
+  tokenizer: str | None = None
+  max_shard_size: int | None = None
 
-def architecture_of(source: sources.StateSource, plan: StatePlan) -> hugging_face.Architecture:
-  """Return the architecture of a planned network.
+  def __post_init__(self) -> None:
+    size = checks.number(at_least=1, integer=True).or_none()
+    checks.check('', {'--max_shard_size': self.max_shard_size}, **{'--max_shard_size': size})
 
-  Args:
-    source: the weights to convert.
-    plan: plan of the conversion.
+  @classmethod
+  def unsupported(cls, source: sources.StateSource, network: Mapping[str, Any]) -> str | None:
+    """See `Target.unsupported`."""
+    custom = ' and '.join(map(str, network.get('custom_blocks', ())))
+    if custom:
+      return f'custom {custom}'
+    for name in source.shapes():
+      if name.startswith(MUTABLES):
+        return f'mutable collections ({name}, ...)'
+    return None
 
-  Raises:
-    CheckpointError: transformers does not support the network.
-  """
-  if isinstance(source, sources.HuggingFaceSource):
-    return source.folder.architecture
-  return hugging_face.Architecture.from_shapes(plan.params(), plan.network)
+  def family_of(self, source: sources.StateSource) -> hugging_face.Family | None:
+    """See `Target.family_of`."""
+    if self.family is None:
+      return source_network.known_family(source)
+    return hugging_face.get_family(self.family)
+
+  def prepare(self, job: targets.Job) -> targets.Job:
+    """Determine architecture, family and tokenizer of the folder, without reading values.
+
+    Raises:
+      CheckpointError: transformers does not support the network or its family's class does not, or the tokenizer is
+        unusable.
+    """
+    source = job.source
+    plan = job.plan
+    family = job.family
+    notes = []
+    folder = None
+    if isinstance(source, sources.HuggingFaceSource):
+      folder = source.folder
+    architecture = source_network.architecture_of(source, plan)
+    if folder is None and not plan.network.get('mlp_activations'):
+      notes.append(
+        'The checkpoint does not record the MLP activations and the maximum distance of the position biases. '
+        f"config.json has T5's values: {', '.join(architecture.mlp_activations)} and "
+        f'{architecture.relpos_max_distance}. Correct config.json if the model has other values.'
+      )
+      if architecture.logits_via_embedding:
+        notes.append(
+          'The checkpoint does not record whether tied logits are scaled. config.json says that they are, as '
+          'in T5X. If they are not, set "scale_decoder_outputs": false in config.json.'
+        )
+    if family is None:
+      family = hugging_face.guess_family(architecture)
+    family.check(architecture)
+    hugging_face.check_ours(hugging_face.tensor_table(architecture), plan.params(), source.path)
+    if folder is None and architecture.num_experts:
+      notes.append(
+        f'transformers limits an expert to {architecture.expert_capacity} tokens per sequence and drops '
+        'further ones; to avoid this, set expert_capacity in config.json to the longest sequence.'
+      )
+    tokenizer, has_tokenizer = _try_tokenizer(self.tokenizer, source, family, architecture, notes)
+    return dataclasses.replace(
+      job,
+      # Each expert has its own tensor.
+      num_arrays=sum(len(rule.theirs) for rule in hugging_face.tensor_table(architecture)),
+      family=family,
+      architecture=architecture,
+      tokenizer=tokenizer,
+      has_tokenizer=has_tokenizer,
+      notes=(*job.notes, *notes),
+    )
+
+  def write(self, folder: files.Path, job: targets.Job, make: targets.MakeFn) -> None:
+    """See `Target.write`."""
+    assert job.architecture is not None and job.family is not None  # `prepare` has set them
+    source = job.source
+    folder_name = os.path.basename(os.path.normpath(source.path))
+    writer.write_folder(
+      folder,
+      job.architecture,
+      job.family,
+      lambda name: make(f'{PARAMS}{name}'),
+      max_shard_bytes=self.max_shard_size or writer.MAX_SHARD_BYTES,
+      tokenizer=job.tokenizer,
+      source_note=f'Converted from `{folder_name}` ({source.format}), step {job.step}.',
+      order=list(job.plan.params()),
+    )
+
+  @classmethod
+  def usage(cls, done: targets.Conversion) -> list[str]:
+    """Return lines of Python that load the folder."""
+    family = done.family
+    architecture = done.architecture
+    assert family is not None and architecture is not None  # known for the format 'hugging_face'
+    classes = ('AutoTokenizer, ' if done.has_tokenizer else '') + family.architecture
+    lines = ['To load it with transformers:']
+    path = done.path
+    if files.is_remote(path):
+      path = files.path(path).name
+      if done.path.startswith('gs://'):
+        copy = f'gcloud storage cp -r {done.path} .'
+      else:
+        copy = f'aws s3 cp --recursive {done.path} {path}'
+      lines = ['To load it with transformers, copy it to a disk:', f'  {copy}']
+    lines += [
+      f'  from transformers import {classes}',
+      f'  model = {family.architecture}.from_pretrained({path!r})',
+    ]
+    if family.needs_untied_flag(architecture):
+      lines.append(
+        f'  model.config.tie_word_embeddings = False  # {family.architecture} would scale the logits '
+        'regardless of config.json'
+      )
+    if done.has_tokenizer:
+      lines.append(f'  tokenizer = AutoTokenizer.from_pretrained({path!r})')
+    return lines
 
 
 def _try_tokenizer(

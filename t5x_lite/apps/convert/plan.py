@@ -11,61 +11,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from t5x_lite.apps.convert import formats
+from t5x_lite.apps.convert import targets
+from t5x_lite.apps.convert.state_plan import AVERAGE
+from t5x_lite.apps.convert.state_plan import MUTABLES
+from t5x_lite.apps.convert.state_plan import PARAM_STATES
+from t5x_lite.apps.convert.state_plan import PARAMS
+from t5x_lite.apps.convert.state_plan import STEP
+from t5x_lite.apps.convert.state_plan import StatePlan
+from t5x_lite.apps.convert.state_plan import section
 from t5x_lite.checkpoints import sources
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.networks import layout_plan
 from t5x_lite.networks.layout_plan import PlannedArray
 
-PARAMS = 'target/'
-PARAM_STATES = 'state/param_states/'
-AVERAGE = 'param_average/'
-MUTABLES = 'flax_mutables/'
-STEP = 'state/step'
 DTYPES = ('float32', 'bfloat16', 'float16')
 # Arrays that --dtype applies to; the optimizer state keeps its dtypes.
 _CAST = (PARAMS, AVERAGE)
 # Arrays are read in groups of at most this size: a call to Orbax costs as much as reading some megabytes.
 _GROUP_BYTES = 2**25
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StatePlan:
-  """Arrays of the output.
-
-  Attributes:
-    arrays: plan of each array by its name in the state, in an efficient order: arrays with the same input are adjacent.
-    param_layout: layout of the parameters; None for a network of another package.
-    network: known options of the network, by `T5Config`'s names.
-    with_optimizer_state: whether the output has optimizer state.
-    notes: remarks for the user, as sentences.
-  """
-
-  arrays: Mapping[str, PlannedArray]
-  param_layout: str | None
-  network: Mapping[str, Any]
-  with_optimizer_state: bool
-  notes: tuple[str, ...]
-
-  @property
-  def num_bytes(self) -> int:
-    """Total size of the arrays in bytes."""
-    total = 0
-    for planned in self.arrays.values():
-      total += _num_elements(planned) * planned.dtype.itemsize
-    return total
-
-  @property
-  def num_params(self) -> int:
-    """Number of parameters."""
-    return sum(map(_num_elements, self.params().values()))
-
-  def params(self) -> dict[str, PlannedArray]:
-    """Return the plans of the parameters by their paths, without `target/`."""
-    return _section(self.arrays, PARAMS)
-
-
-def _num_elements(planned: PlannedArray) -> int:
-  return int(np.prod(planned.shape, dtype=np.int64))
 
 
 class Reader:
@@ -177,12 +141,12 @@ def plan_state(
 
   Args:
     source: the weights to convert.
-    to: format of the output; 'hugging_face' supports only parameters, in the layout 't5'.
+    to: name of the format of the output.
     dtype: floating-point dtype of the parameters; None keeps the stored ones.
     param_layout: layout of the output; None for the source's.
     relpos_per_layer: whether an output in the layout 't5' has a table of relative position biases per layer even if
       they are equal; otherwise it has one per stack in this case.
-    optimizer_state: 'keep', 'drop', or None for the default of the output format.
+    optimizer_state: 'keep', 'drop', or None to keep it if the output format stores it.
     step: number of training steps to record; None for the source's.
 
   Returns:
@@ -196,25 +160,23 @@ def plan_state(
   for name, leaf in source.shapes().items():
     out_dtype = dtype_of(name, leaf.dtype, dtype)
     shapes[name] = jax.ShapeDtypeStruct(leaf.shape, out_dtype)
-  params = _section(shapes, PARAMS)
+  params = section(shapes, PARAMS)
   if not params:
     raise CheckpointError(
       f'{source.path!r} has no parameters: none of its {len(shapes)} array names begins with '
       f'{PARAMS!r}. Name a checkpoint of a train state.'
     )
   layout = source.metadata.get('param_layout')
-  wanted = 't5' if to == 'hugging_face' else param_layout
+  target = formats.target_class(to)
+  network = source.metadata.get('network') or {}
+  wanted = target.only_layout or param_layout
   if layout is None and wanted is not None:
-    if to == 'hugging_face':
-      flag = '--to=hugging_face'
-    else:
-      flag = '--param_layout'
+    flag = f'--to={to}' if target.only_layout else '--param_layout'
     raise ConfigError(
       f'{flag} requires a T5 or decoder-only network of t5x_lite; the names of {source.path!r} differ '
       f'(e.g. {next(iter(params))}).'
     )
-  notes: list[str] = []
-  _check_hugging_face(source, shapes, to, notes)
+  notes = _check_network(source, network, target)
   change = _no_change
   tables = None
   if wanted is not None and wanted != layout:
@@ -227,16 +189,20 @@ def plan_state(
     )
   if source.manifest is not None and source.manifest.num_data_processes:
     notes.append('The position in the training data is not converted.')
+  stored = _without(shapes, target, notes)
   arrays = _prefixed(PARAMS, change(params))
-  if to != 'hugging_face':
-    arrays |= _param_average(shapes, to, change, notes)
-    arrays |= _mutables(shapes, layout, wanted, notes)
-    for name, leaf in shapes.items():
-      if not name.startswith((PARAMS, PARAM_STATES, AVERAGE, MUTABLES)):
-        arrays[name] = layout_plan.unchanged(name, leaf)
+  average = section(stored, AVERAGE)
+  if average:
+    arrays |= _prefixed(AVERAGE, change(average))
+  arrays |= _mutables(stored, layout, wanted, notes)
+  for name, leaf in stored.items():
+    if not name.startswith((PARAMS, PARAM_STATES, AVERAGE, MUTABLES)):
+      arrays[name] = layout_plan.unchanged(name, leaf)
+  if not STEP.startswith(tuple(target.left_out)):
     arrays[STEP] = _step(source, shapes, step)
-  states = _optimizer_state(source, shapes, params, to, change, optimizer_state, notes)
-  _note_missing_state(source, to, bool(states), notes)
+  states = _optimizer_state(source, stored, params, change, optimizer_state, notes)
+  notes += target.remarks(network, bool(states))
+  notes += _optimizer_remarks(source, bool(states))
   arrays |= states
   # Arrays with the same inputs are next to each other, so that inputs are read once.
   names = sorted(arrays, key=lambda name: (arrays[name].inputs, name))
@@ -244,8 +210,9 @@ def plan_state(
   return StatePlan(
     arrays=ordered,
     param_layout=wanted or layout,
-    network=_network(source, wanted, tables),
+    network=_network(network, wanted, tables),
     with_optimizer_state=bool(states),
+    step=step,
     notes=tuple(notes),
   )
 
@@ -257,11 +224,55 @@ def _no_change(shapes: Mapping[str, Any]) -> dict[str, PlannedArray]:
   return {name: layout_plan.unchanged(name, leaf) for name, leaf in shapes.items()}
 
 
+def _check_network(
+  source: sources.StateSource, network: Mapping[str, Any], target: type[targets.Target]
+) -> list[str]:
+  """Return remarks on a network; raise if the format does not support it."""
+  unsupported = target.unsupported(source, network)
+  if unsupported is not None:
+    raise ConfigError(
+      f'--to={target.format} does not support the {unsupported} of the network of {source.path!r}. '
+      'Convert to t5x_lite or t5x.'
+    )
+  custom = ' and '.join(map(str, network.get('custom_blocks', ())))
+  if not custom:
+    return []
+  return [
+    f"The network has a custom {custom}: attention kernels are converted like T5's, and programs that "
+    'read the result need the same custom code.'
+  ]
+
+
+def _optimizer_remarks(source: sources.StateSource, with_optimizer_state: bool) -> list[str]:
+  """Return remarks on an optimizer that evaluates other parameters than the stored ones."""
+  optimizer = source.metadata.get('optimizer') or {}
+  if with_optimizer_state or not optimizer.get('evaluates_other_params'):
+    return []
+  return [
+    f"Warning: the run's optimizer, {optimizer.get('name')}, derives the parameters to evaluate from its "
+    'state. The output has the stored parameters instead.'
+  ]
+
+
+def _without(
+  shapes: Mapping[str, Any], target: type[targets.Target], notes: list[str]
+) -> dict[str, Any]:
+  """Return the arrays that a format stores, and add its remarks on the others."""
+  stored = dict(shapes)
+  for prefix, remark in target.left_out.items():
+    names = [name for name in stored if name.startswith(prefix)]
+    for name in names:
+      del stored[name]
+    if names and remark:
+      notes.append(remark.format(num=len(names)))
+  return stored
+
+
 def _network(
-  source: sources.StateSource, layout: str | None, tables_per_layer: bool | None
+  recorded: Mapping[str, Any], layout: str | None, tables_per_layer: bool | None
 ) -> dict[str, Any]:
   """Return the recorded options of the network, updated for the new layout."""
-  network = dict(source.metadata.get('network') or {})
+  network = dict(recorded)
   if tables_per_layer is not None:
     tables = 'per_layer' if tables_per_layer else 'per_stack'
     changed = {'param_layout': layout, 'relpos_bias_tables': tables}
@@ -269,49 +280,11 @@ def _network(
   return network
 
 
-def _check_hugging_face(
-  source: sources.StateSource, shapes: Mapping[str, Any], to: str, notes: list[str]
-) -> None:
-  """Raise if a Hugging Face folder does not support parts of the network; add notes on other parts."""
-  network = source.metadata.get('network') or {}
-  custom = ' and '.join(map(str, network.get('custom_blocks', ())))
-  mutables = [name for name in shapes if name.startswith(MUTABLES)]
-  if custom:
-    unsupported = f'custom {custom}'
-  elif mutables:
-    unsupported = f'mutable collections ({mutables[0]}, ...)'
-  else:
-    unsupported = ''
-  if unsupported and to == 'hugging_face':
-    raise ConfigError(
-      f'--to=hugging_face does not support the {unsupported} of the network of {source.path!r}. '
-      'Convert to t5x_lite or t5x.'
-    )
-  if custom:
-    notes.append(
-      f"The network has a custom {custom}: attention kernels are converted like T5's, and programs that "
-      'read the result need the same custom code.'
-    )
-  if to == 'hugging_face' and any(name.startswith(AVERAGE) for name in shapes):
-    notes.append(
-      'The folder has the trained parameters. For their running average, add --param_average.'
-    )
-
-
 def _recorded_heads(source: sources.StateSource, params: Mapping[str, Any]) -> int | None:
   """Return the recorded number of heads if the network's arrays do not show it, else None."""
   if any(name.endswith('relpos_bias/rel_embedding') for name in params):
     return None
   return (source.metadata.get('network') or {}).get('num_heads')
-
-
-def _section(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-  """Return the values whose names begin with `prefix`, by the rest of their names."""
-  section = {}
-  for name, value in values.items():
-    if name.startswith(prefix):
-      section[name.removeprefix(prefix)] = value
-  return section
 
 
 def _prefixed(prefix: str, plans: Mapping[str, PlannedArray]) -> dict[str, PlannedArray]:
@@ -348,20 +321,6 @@ def _step(source: sources.StateSource, shapes: Mapping[str, Any], step: int | No
   )
 
 
-def _param_average(shapes, to: str, change: ChangeFn, notes: list[str]) -> dict[str, PlannedArray]:
-  """Plan the running average of the parameters."""
-  average = _section(shapes, AVERAGE)
-  if not average:
-    return {}
-  if to == 't5x':
-    notes.append(
-      'The running average of the parameters (param_average) is not converted: T5X does not support it. To '
-      'convert it instead of the parameters, add --param_average.'
-    )
-    return {}
-  return _prefixed(AVERAGE, change(average))
-
-
 def _mutables(
   shapes, layout: str | None, wanted: str | None, notes: list[str]
 ) -> dict[str, PlannedArray]:
@@ -378,35 +337,12 @@ def _mutables(
   return {name: layout_plan.unchanged(name, shapes[name]) for name in mutables}
 
 
-def _note_missing_state(
-  source: sources.StateSource, to: str, with_states: bool, notes: list[str]
-) -> None:
-  if to == 't5x' and not with_states:
-    notes.append(
-      'The output has no optimizer state: to train from it, T5X needs RestoreCheckpointConfig with '
-      "fallback_to_scratch = True and assignment_map = ((r'state/param_states.*', None),)."
-    )
-  network = source.metadata.get('network') or {}
-  if to == 't5x' and network.get('scale_tied_logits') is False:
-    notes.append(
-      'Warning: the tied logits of this network are not scaled (scale_tied_logits=False), which this format '
-      "does not record. T5X's networks divide tied logits by sqrt(emb_dim): for them, multiply "
-      'decoder/decoder_norm/scale by sqrt(emb_dim).'
-    )
-  optimizer = source.metadata.get('optimizer') or {}
-  if optimizer.get('evaluates_other_params') and (to == 'hugging_face' or not with_states):
-    notes.append(
-      f"Warning: the run's optimizer, {optimizer.get('name')}, derives the parameters to evaluate from its "
-      'state. The output has the stored parameters instead.'
-    )
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Optimizer state
 
 
 def _optimizer_state(
-  source, shapes, params, to: str, change: ChangeFn, wanted: str | None, notes: list[str]
+  source, shapes, params, change: ChangeFn, wanted: str | None, notes: list[str]
 ) -> dict[str, PlannedArray]:
   """Plan the optimizer state, or add a note why it is missing."""
   states = {name: leaf for name, leaf in shapes.items() if name.startswith(PARAM_STATES)}
@@ -416,12 +352,10 @@ def _optimizer_state(
         f'--optimizer_state=keep: {source.path!r} has no optimizer state. Remove the flag.'
       )
     return {}
-  if to == 'hugging_face' or wanted == 'drop':
-    if to == 'hugging_face':
-      why = ': a Hugging Face folder has no optimizer state'
-    else:
-      why = ' (--optimizer_state=drop)'
-    notes.append(f'The optimizer state, {len(states)} arrays, is not converted{why}.')
+  if wanted == 'drop':
+    notes.append(
+      f'The optimizer state, {len(states)} arrays, is not converted (--optimizer_state=drop).'
+    )
     return {}
   if change is _no_change:
     return _no_change(states)
@@ -429,7 +363,7 @@ def _optimizer_state(
   result = {}
   left = dict(states)
   for prefix in _tree_prefixes(states, next(iter(params))):
-    tree = _section(states, prefix)
+    tree = section(states, prefix)
     if {name: _stored_shape(leaf) for name, leaf in tree.items()} == param_shapes:
       result |= _prefixed(prefix, change(tree))
       taken = [name for name in left if name.startswith(prefix)]

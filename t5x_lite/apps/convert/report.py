@@ -5,19 +5,14 @@ import re
 import shlex
 
 from t5x_lite import files
-from t5x_lite.apps.convert.run import Conversion
+from t5x_lite.apps.convert import formats
+from t5x_lite.apps.convert.targets import Conversion
 from t5x_lite.checkpoints import hugging_face
+from t5x_lite.checkpoints import sources
 from t5x_lite.checkpoints.hugging_face import Family
 from t5x_lite.data import tokenizer_folders
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.formatting import format_bytes
-
-_NAMES = {
-  't5x_lite': 't5x_lite checkpoint',
-  't5x': 'T5X checkpoint',
-  't5x_orbax': 'T5X Orbax checkpoint',
-  'hugging_face': 'Hugging Face',
-}
 
 
 def describe(done: Conversion) -> str:
@@ -26,52 +21,19 @@ def describe(done: Conversion) -> str:
     family = ''
   else:
     family = f', {done.family.title}'
-  lines = [
-    f'Wrote {done.path} ({_NAMES[done.format]}) from {done.source} ({_NAMES[done.source_format]}{family}):'
-  ]
+  target = formats.target_class(done.format)
+  source_title = sources.source_class(done.source_format).title
+  lines = [f'Wrote {done.path} ({target.title}) from {done.source} ({source_title}{family}):']
   dtypes = ', '.join(sorted(done.dtypes))
   if len(done.dtypes) > 1:
     dtypes = ' and '.join(f'{number} in {name}' for name, number in sorted(done.dtypes.items()))
-  if done.format == 'hugging_face':
-    arrays = 'tensors'
-  else:
-    arrays = 'arrays'
   size = format_bytes(done.num_bytes)
-  lines.append(f'  {done.num_arrays:,} {arrays}, {size}; {done.num_params:,} parameters, {dtypes}')
+  lines.append(
+    f'  {done.num_arrays:,} {target.unit}, {size}; {done.num_params:,} parameters, {dtypes}'
+  )
   lines += [f'  {note}' for note in done.notes]
-  if done.format == 'hugging_face':
-    use = _transformers_lines(done)
-  else:
-    use = _gin_lines(done)
+  use = target.usage(done) or _gin_lines(done)
   return '\n'.join([*lines, '', *use])
-
-
-def _transformers_lines(done: Conversion) -> list[str]:
-  family = done.family
-  architecture = done.architecture
-  assert family is not None and architecture is not None  # known for the format 'hugging_face'
-  classes = ('AutoTokenizer, ' if done.has_tokenizer else '') + family.architecture
-  lines = ['To load it with transformers:']
-  path = done.path
-  if files.is_remote(path):
-    path = files.path(path).name
-    if done.path.startswith('gs://'):
-      copy = f'gcloud storage cp -r {done.path} .'
-    else:
-      copy = f'aws s3 cp --recursive {done.path} {path}'
-    lines = ['To load it with transformers, copy it to a disk:', f'  {copy}']
-  lines += [
-    f'  from transformers import {classes}',
-    f'  model = {family.architecture}.from_pretrained({path!r})',
-  ]
-  if family.needs_untied_flag(architecture):
-    lines.append(
-      f'  model.config.tie_word_embeddings = False  # {family.architecture} would scale the logits '
-      'regardless of config.json'
-    )
-  if done.has_tokenizer:
-    lines.append(f'  tokenizer = AutoTokenizer.from_pretrained({path!r})')
-  return lines
 
 
 def _gin_lines(done: Conversion) -> list[str]:

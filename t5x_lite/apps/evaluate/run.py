@@ -27,7 +27,6 @@ from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.common import report
 from t5x_lite.apps.common import restore as restore_lib
 from t5x_lite.apps.common import waiting
-from t5x_lite.apps.common.evaluations import EvaluationInterrupted
 from t5x_lite.apps.common.evaluations import OpenEvaluation
 from t5x_lite.apps.common.evaluations import RunEvaluations
 from t5x_lite.apps.common.options import takes_options
@@ -146,7 +145,7 @@ def evaluate(cfg: EvaluateConfig) -> dict[int, dict[str, float]]:
           summary_dir=cfg.summary_dir,
           progress=progress,
           note_fn=_BatchNotes(signals, progress),
-          read_fn=waiting.DataWaits(signals, lambda doing: EvaluationInterrupted()).iterate,
+          read_fn=waiting.DataWaits(signals).iterate,
         )
       )
     )
@@ -222,7 +221,7 @@ def evaluate(cfg: EvaluateConfig) -> dict[int, dict[str, float]]:
         if signals.is_due(may_wait=True):
           stopped = True
           break
-    except EvaluationInterrupted:
+    except waiting.Interrupted:
       stopped = True
     except CheckpointDamagedError as error:
       damage = error
@@ -323,7 +322,7 @@ class _BatchNotes:
 
   def __call__(self, text: str) -> None:
     if self._signals.is_due():
-      raise EvaluationInterrupted
+      raise waiting.Interrupted
     self._progress.note(text)
     if self._progress.due:
       self._progress.update(self._num_batches, {})

@@ -89,8 +89,8 @@ def infer_source(
   *,
   first_batch: int,
   write_fn: ChunkWriter,
+  waits: waiting.DataWaits,
   should_stop: Callable[[], bool] = lambda: False,
-  ends_wait: Callable[[], bool] = lambda: False,
   on_batch: Callable[[int], None] = lambda num_examples: None,
 ) -> int | None:
   """Compute a worker's batches of a source and write the results in chunks.
@@ -103,9 +103,9 @@ def infer_source(
     train_state_axes: mesh PartitionSpecs of the state.
     first_batch: number, within the shard, of the first batch to compute.
     write_fn: writes a chunk; called in the background.
+    waits: waits for batches; it raises `waiting.Interrupted` if the run must stop.
     should_stop: returns whether to stop; called after each batch. Computed results are written before this function
       returns.
-    ends_wait: returns whether to stop while a batch is awaited.
     on_batch: called with the number of examples of each computed batch.
 
   Returns:
@@ -134,19 +134,14 @@ def infer_source(
       batches = reader.batches()
       reads.extend(read_pool.submit(next, batches, None) for _ in range(_NUM_AHEAD))
       while not stopped:
-        waiting.wait_for(
-          lambda seconds: concurrent.futures.wait([reads[0]], seconds).done or ends_wait(),
-          lambda waited: None,
-          lambda waited: (
-            f'Reading the input has taken {waited:.0f} s. Still waiting; '
-            f'{runtime.signals_that_end_a_wait()} ends it.'
-          ),
-        )
-        if not reads[0].done():  # `ends_wait` returned true.
+        try:
+          batch = waits.result(reads[0], 'reading the input')
+        except waiting.Interrupted:
           stopped = True
           return
-        if (batch := reads.popleft().result()) is None:
+        if batch is None:
           return
+        reads.popleft()
         reads.append(read_pool.submit(next, batches, None))
         yield batch
         stopped = should_stop()

@@ -25,6 +25,7 @@ from t5x_lite import runtime
 from t5x_lite import standard_streams
 from t5x_lite.apps.common import report
 from t5x_lite.apps.common import restore as restore_lib
+from t5x_lite.apps.common import waiting
 from t5x_lite.apps.common.options import takes_options
 from t5x_lite.apps.infer import report as infer_report
 from t5x_lite.apps.infer.config import InferConfig
@@ -178,8 +179,8 @@ def infer(cfg: InferConfig) -> list[str]:
           train_state_axes,
           first_batch=first_batch,
           write_fn=_chunk_writer(store, cfg),
+          waits=waiting.DataWaits(signals),
           should_stop=lambda: signals.is_due(may_wait=True),
-          ends_wait=lambda: signals.ends_waits,
           on_batch=counter.add,
         )
         counter.end()

@@ -60,10 +60,10 @@ def run_command(invocation: Invocation) -> int:
   flags = invocation.flags
   from t5x_lite.apps.launch import run as launch
 
-  if not invocation.others:
+  if not flags.others:
     raise ConfigError(f'launch requires a command. {_EXAMPLE}')
   return launch.launch(
-    invocation.others,
+    flags.others,
     flags.num_processes,
     devices_per_process=flags.devices_per_process,
     port=flags.port,

@@ -4,7 +4,6 @@ import collections
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import math
-import time
 from typing import Any, TypeVar
 
 import jax
@@ -21,10 +20,6 @@ T = TypeVar('T')
 
 # Interval at which the device is looked at while it computes and no batch is ready.
 _COMPUTING_SECONDS = 0.002
-
-
-class _StopRequested(Exception):
-  """Ends the wait for a batch because the run must stop."""
 
 
 def no_batch_error(cfg: data.DatasetConfig) -> DataError:
@@ -58,13 +53,10 @@ class TrainBatches:
     should_stop: Callable[[], bool],
     facts: Mapping[str, Any],
     first_step: int,
-    ends_wait: Callable[[], bool] = lambda: False,
+    waits: waiting.DataWaits,
     max_batch_seconds: float | None = None,
-    on_wait: Callable[[], None] = lambda: None,
     is_computing: Callable[[], bool] = lambda: False,
     phase_fn: Callable[[str], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-    warning_seconds: float = waiting.WARNING_SECONDS,
-    clock: Callable[[], float] = time.monotonic,
   ):
     """Store the arguments; read nothing.
 
@@ -73,13 +65,10 @@ class TrainBatches:
       should_stop: returns whether the run must stop; called between steps.
       facts: `facts` at the save that the run resumes from; empty for a new run.
       first_step: step at which the run begins.
-      ends_wait: returns whether the wait for a batch must end, for the run to stop.
+      waits: waits for batches; it raises `waiting.Interrupted` if the run must stop.
       max_batch_seconds: maximum wait for a batch after the first; None for no limit.
-      on_wait: called repeatedly during a wait.
       is_computing: returns whether the device still computes a step, so that no time is lost by waiting.
       phase_fn: returns a context, entered with the name 'data' while only the data is waited for.
-      warning_seconds: interval of the warnings about a long wait.
-      clock: returns seconds.
     """
     self.error: Exception | None = None
     self.has_ended = False
@@ -89,13 +78,10 @@ class TrainBatches:
     self._agrees = jax.process_count() > 1 and not batches.ends_together
     self._batches = batches
     self._should_stop = should_stop
-    self._ends_wait = ends_wait
+    self._waits = waits
     self._max_batch_seconds = max_batch_seconds
-    self._on_wait = on_wait
     self._is_computing = is_computing
     self._phase_fn = phase_fn
-    self._warning_seconds = warning_seconds
-    self._clock = clock
     # True until the first batch after the source was opened.
     self._is_opening = True
     # Number of the newest batch that was taken from the source.
@@ -170,7 +156,7 @@ class TrainBatches:
         self.has_ended = self._batches.has_ended
       except StopIteration:
         self.has_ended = True
-      except _StopRequested:
+      except waiting.Interrupted:
         pass
       except Exception as error:
         self._keep(error)
@@ -185,7 +171,7 @@ class TrainBatches:
     try:
       self._skip()
       batch = self._take()
-    except _StopRequested:
+    except waiting.Interrupted:
       raise StopIteration from None
     except StopIteration:
       self.has_ended = True
@@ -221,41 +207,35 @@ class TrainBatches:
     return batch
 
   def _wait(self, poll_fn: Callable[[float], T]) -> T:
-    """Poll until there is a result and return it; raise `_StopRequested` if the run must stop before."""
-    limit = None if self._is_opening else self._max_batch_seconds
-
-    def check(waited: float) -> None:
-      if self._ends_wait():
-        raise _StopRequested
-      self._on_wait()
-      if limit is not None and waited >= limit:
-        runtime.print_stacks(f'No training batch for {waited:.0f} s.')
-        raise DataStalledError(
-          f'No training batch for {waited:.0f} s; `max_batch_seconds` is {limit:g}. Check the stacks of the threads '
-          'above, then rerun the command.'
-        )
-
-    def warning(waited: float) -> str:
-      if jax.process_count() > 1:
-        return (
-          f'No training batch for {waited:.0f} s. The run is waiting; {runtime.signals_that_end_a_wait()} ends '
-          'it without a save.'
-        )
-      if self._is_opening:
-        remedy = 'ends it; `max_batch_seconds` does not limit the first batch'
-      else:
-        remedy = 'saves it; set `max_batch_seconds` to limit the wait'
-      return (
-        f'No training batch for {waited:.0f} s. The run is waiting; SIGTERM or Ctrl-C {remedy}.'
-      )
-
+    """Poll until there is a result and return it; raise `waiting.Interrupted` if the run must stop before."""
     found = poll_fn(0)
     while not found and self._is_computing():
       found = poll_fn(_COMPUTING_SECONDS)
     if not found:
       with self._phase_fn('data'):
-        found = waiting.wait_for(
-          poll_fn, check, warning, warning_seconds=self._warning_seconds, clock=self._clock
+        found = self._waits.until(
+          poll_fn, 'reading the training data', warning_fn=self._warning, check_fn=self._check_limit
         )
     self._is_opening = False
     return found
+
+  def _check_limit(self, waited: float) -> None:
+    """Raise DataStalledError if the wait for a batch after the first has reached its limit."""
+    limit = self._max_batch_seconds
+    if self._is_opening or limit is None or waited < limit:
+      return
+    runtime.print_stacks(f'No training batch for {waited:.0f} s.')
+    raise DataStalledError(
+      f'No training batch for {waited:.0f} s; `max_batch_seconds` is {limit:g}. Check the stacks of the threads '
+      'above, then rerun the command.'
+    )
+
+  def _warning(self, waited: float) -> str:
+    """Return the warning about a long wait."""
+    if jax.process_count() > 1:
+      remedy = f'{runtime.signals_that_end_a_wait()} ends it without a save'
+    elif self._is_opening:
+      remedy = 'SIGTERM or Ctrl-C ends it; `max_batch_seconds` does not limit the first batch'
+    else:
+      remedy = 'SIGTERM or Ctrl-C saves it; set `max_batch_seconds` to limit the wait'
+    return f'No training batch for {waited:.0f} s. The run is waiting; {remedy}.'

@@ -14,12 +14,8 @@ from t5x_lite import actions as actions_lib
 from t5x_lite import checkpoints
 from t5x_lite import files
 from t5x_lite import multihost
-from t5x_lite import runtime
-from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.common import start as start_lib
-from t5x_lite.apps.common.evaluations import RunEvaluations
-from t5x_lite.apps.train.batches import TrainBatches
-from t5x_lite.apps.train.config import TrainConfig
+from t5x_lite.apps.train.open_run import OpenRun
 from t5x_lite.errors import CheckpointDamagedError, DataError, SaveError, of_other_process
 from t5x_lite.evaluation import TRAINING_EVAL
 from t5x_lite.formatting import capitalized
@@ -41,49 +37,28 @@ class TrainSaves:
   evaluation had a finite loss. No older checkpoint is deleted before that.
   """
 
-  def __init__(
-    self,
-    manager: checkpoints.CheckpointManager,
-    cfg: TrainConfig,
-    *,
-    trainer: trainer_lib.BaseTrainer,
-    evaluations: RunEvaluations,
-    batches: TrainBatches,
-    run_facts: dict[str, Any],
-    progress: runtime.Progress,
-    events: runtime.EventLog,
-    signals: runtime.StopSignals,
-  ):
+  def __init__(self, manager: checkpoints.CheckpointManager, run: OpenRun):
     """Store the arguments; save nothing.
 
     Args:
       manager: checkpoint manager.
-      cfg: configuration of the run.
-      trainer: trainer, which holds the state.
-      evaluations: evaluations, which provide the metrics of the state.
-      batches: training batches, which provide the position in the data.
-      run_facts: facts of the run that each checkpoint records.
-      progress: log and progress line.
-      events: log of the run's events.
-      signals: stop signals, after which a save must be fast.
+      run: the run, whose trainer holds the state.
     """
-    self._signals = signals
     self._manager = manager
-    self._run_cfg = cfg
-    self._cfg = cfg.checkpoint_cfg.save
-    self._trainer = trainer
-    self._evaluations = evaluations
-    self._batches = batches
-    self._run_facts = run_facts
-    self._progress = progress
-    self._events = events
+    self._run_cfg = run.cfg
+    self._cfg = run.cfg.checkpoint_cfg.save
+    self._trainer = run.trainer
+    self._evaluations = run.evaluations
+    self._batches = run.batches
+    self._run_facts = run.facts
+    self._run = run
     self._unconfirmed: int | None = None
     self._is_writing = False
     self._failures_in_a_row = 0
     self._last_failure: Exception | None = None
     self._saved_at = time.monotonic()
     # Step at which the run continues if it ends now.
-    self._newest = trainer.step
+    self._newest = run.trainer.step
     self._policy = checkpoints.save_policies_from_config(self._cfg)
     # Line of the last checkpoint that the writing thread has committed, for the log of the main thread.
     self._committed = ''
@@ -167,9 +142,9 @@ class TrainSaves:
       if isinstance(policy, checkpoints.OnRequest):
         policy.done()
     state = trainer.train_state.state_dict()
-    self._progress.note(f'saving step {trainer.step:,}')
+    self._run.progress.note(f'saving step {trainer.step:,}')
     if files.is_remote(self._manager.directory) and self._manager.is_writing:
-      self._progress.log('Waiting for the previous save, which the store has not yet taken.')
+      self._run.progress.log('Waiting for the previous save, which the store has not yet taken.')
     keep_first = self._wait_or_keep()
     if keep_first:
       self._is_writing = False  # the manager waits for it
@@ -197,10 +172,10 @@ class TrainSaves:
       is_sound = not trainer.train_state.evaluates_other_params
     step = trainer.step
     name = os.path.basename(self._manager.checkpoint_path(step))
-    self._events.emit('save_begun', checkpoint=step)
+    self._run.events.emit('save_begun', checkpoint=step)
 
     def on_commit() -> None:
-      self._events.emit('save_committed', checkpoint=step)
+      self._run.events.emit('save_committed', checkpoint=step)
       self._newest = step
       seconds = time.monotonic() - start
       self._committed = f'step {step:,}  Saved {name} in {seconds:.1f} s: {", ".join(reasons)}.'
@@ -321,7 +296,7 @@ class TrainSaves:
     signal at different times, so they agree.
     """
     while True:
-      keeps = self._signals.requested and self._run_cfg.spool_dir is not None
+      keeps = self._run.signals.requested and self._run_cfg.spool_dir is not None
       if keeps or not self._manager.is_writing:
         break
       self._manager.wait_for(_POLL_SECONDS)
@@ -333,7 +308,7 @@ class TrainSaves:
 
   def _log_committed(self) -> None:
     if self._committed:
-      self._progress.log(self._committed)
+      self._run.progress.log(self._committed)
       self._committed = ''
 
   def mark_unsound(self) -> None:

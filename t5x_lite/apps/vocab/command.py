@@ -140,7 +140,6 @@ def run_command(invocation: Invocation) -> int:
     },
   )
   from t5x_lite import data
-  from t5x_lite.apps.vocab import check as vocab_check
   from t5x_lite.apps.vocab import run as vocab
 
   def task_texts(name, max_examples):
@@ -176,11 +175,11 @@ def run_command(invocation: Invocation) -> int:
   vocabulary = data.SentencePieceVocabulary(flags.model, flags.extra_ids)
   for number, (name, by_feature) in enumerate(texts.items()):
     coverage = {
-      feature: vocab_check.check_vocabulary(vocabulary, found, lengths[feature])
+      feature: vocab.check_vocabulary(vocabulary, found, lengths[feature])
       for feature, found in by_feature.items()
     }
     title = f'{name}, {flags.split}, in {vocabulary.vocab_size:,} ids'
-    show(('\n' if given or number else '') + vocab_check.describe_coverage(title, coverage))
+    show(('\n' if given or number else '') + vocab.describe_coverage(title, coverage))
   return ExitCode.OK
 
 

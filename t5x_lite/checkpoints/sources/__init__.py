@@ -14,6 +14,8 @@ from t5x_lite.checkpoints.sources.detect import check_readable
 from t5x_lite.checkpoints.sources.detect import detect_format
 from t5x_lite.checkpoints.sources.detect import folder_of
 from t5x_lite.checkpoints.sources.detect import open_source
+from t5x_lite.checkpoints.sources.detect import register_state_source
+from t5x_lite.checkpoints.sources.detect import source_class
 from t5x_lite.checkpoints.sources.hugging_face import HuggingFaceSource
 from t5x_lite.checkpoints.sources.orbax import OrbaxSource
 from t5x_lite.checkpoints.sources.orbax import OwnSource
@@ -36,4 +38,6 @@ __all__ = (
   'has_param_average',
   'layout_of',
   'open_source',
+  'register_state_source',
+  'source_class',
 )

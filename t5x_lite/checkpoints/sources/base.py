@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import functools
 import logging
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -34,12 +34,22 @@ class StateSource(abc.ABC):
   Names are '/'-joined: `target/<path of a parameter>`, `state/step`, `state/param_states/...`, `flax_mutables/...` and
   `param_average/...`. Opening reads only the index.
 
+  A format is a subclass that is registered by `register_state_source`.
+
   Attributes:
-    format: name of the format, one of `FORMATS`.
+    format: name of the format.
+    title: name of the format in reports.
+    description: the files by which people know the format, for messages.
+    index_files: names of files by which programs name a checkpoint of the format.
+    has_steps: whether a folder `checkpoint_<step>` of the format is one of several in a model directory.
     path: path of the folder.
   """
 
   format: str
+  title: ClassVar[str]
+  description: ClassVar[str]
+  index_files: ClassVar[tuple[str, ...]] = ()
+  has_steps: ClassVar[bool] = True
 
   def __init__(self, path: str | os.PathLike[str]):
     """Open the folder `path` and read its index.
@@ -48,6 +58,11 @@ class StateSource(abc.ABC):
       CheckpointError: the folder does not have this format, or its index cannot be read.
     """
     self.path = os.fspath(path)
+
+  @classmethod
+  def is_stored_in(cls, root: files.Path) -> bool:
+    """Return True if a folder has the format, complete or damaged; reads little."""
+    return False
 
   @abc.abstractmethod
   def shapes(self) -> Shapes:

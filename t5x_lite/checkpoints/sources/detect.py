@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-import json
 import os
+from typing import TypeVar
 
 from t5x_lite import errors
 from t5x_lite import files
-from t5x_lite import untrusted
 from t5x_lite.checkpoints import discovery
-from t5x_lite.checkpoints import state_io
 from t5x_lite.checkpoints.sources import base
-from t5x_lite.checkpoints.sources import hugging_face
 from t5x_lite.checkpoints.sources import orbax
 from t5x_lite.checkpoints.sources import t5x_index
-from t5x_lite.checkpoints.sources import t5x_native
+from t5x_lite.lazy_names import LazyClasses
 
-_SOURCES: Mapping[str, type[base.StateSource]] = {
-  source.format: source
-  for source in (
-    orbax.OwnSource,
-    orbax.OrbaxSource,
-    t5x_native.T5xNativeSource,
-    hugging_face.HuggingFaceSource,
-  )
+_FOLDER = 't5x_lite.checkpoints.sources'
+# The first format that a folder has is its format: a checkpoint of t5x_lite is an Orbax PyTree, too.
+BUILT_IN = {
+  't5x_lite': f'{_FOLDER}.orbax.OwnSource',
+  't5x': f'{_FOLDER}.t5x_native.T5xNativeSource',
+  't5x_orbax': f'{_FOLDER}.orbax.OrbaxSource',
+  'hugging_face': f'{_FOLDER}.hugging_face.HuggingFaceSource',
 }
-FORMATS = tuple(_SOURCES)
+FORMATS = tuple(BUILT_IN)
+_SOURCES: LazyClasses[type[base.StateSource]] = LazyClasses(BUILT_IN)
+_Source = TypeVar('_Source', bound=type[base.StateSource])
 
-_EXPECTED = (
-  'a checkpoint of t5x_lite (manifest.json and state/), of T5X (a file `checkpoint` with folders target.*, '
-  'or an Orbax PyTree with a file _METADATA) or a Hugging Face folder (config.json and *.safetensors)'
-)
-# Files by which programs name the checkpoint that has them.
-_INDEX_FILES = (t5x_index.FILENAME, discovery.MANIFEST_FILENAME, state_io.INDEX_FILENAME)
-# A manifest of t5x_lite shows in them what it is.
-_FIRST_BYTES = 200
 # Files of unsupported formats: pattern, contents, remedy.
 _UNSUPPORTED = (
   (
@@ -77,6 +66,21 @@ _UNSUPPORTED = (
 )
 
 
+def register_state_source(cls: _Source) -> _Source:
+  """Register a subclass of `StateSource`, as a decorator: its format is then read wherever weights are read.
+
+  Raises:
+    ConfigError: see `LazyClasses.register`.
+  """
+  _SOURCES.register('register_state_source', getattr(cls, 'format', None), cls, base.StateSource)
+  return cls
+
+
+def source_class(name: str) -> type[base.StateSource]:
+  """Return the class that reads a format."""
+  return _SOURCES[name]
+
+
 def detect_format(path: discovery.PathLike) -> str | None:
   """Return the format of the folder `path`, by its contents.
 
@@ -84,19 +88,14 @@ def detect_format(path: discovery.PathLike) -> str | None:
     path: a folder.
 
   Returns:
-    One of `FORMATS`; None for other folders, such as a directory of checkpoints.
+    The name of the format; None for other folders, such as a directory of checkpoints.
   """
   root = files.path(path)
   if not root.is_dir():
     return None
-  if _is_own(root):
-    return orbax.OwnSource.format
-  if t5x_native.is_native(root):
-    return t5x_native.T5xNativeSource.format
-  if any((folder / '_METADATA').is_file() for folder in (root / discovery.STATE_DIRNAME, root)):
-    return orbax.OrbaxSource.format
-  if _is_hugging_face(root):
-    return hugging_face.HuggingFaceSource.format
+  for source in _SOURCES.values():
+    if source.is_stored_in(root):
+      return source.format
   return None
 
 
@@ -108,10 +107,15 @@ def folder_of(path: discovery.PathLike) -> str:
   discovery.check_path(path, 'checkpoint', may_be_model=True)
   root = files.path(path)
   # T5X's path of a checkpoint, also of one of ours, which has no such file.
-  is_name_of_t5x = root.name == t5x_index.FILENAME and not root.exists() and _is_own(root.parent)
-  if is_name_of_t5x or (root.name in _INDEX_FILES and root.is_file()):
+  index_files = {name for source in _SOURCES.values() for name in source.index_files}
+  is_name_of_t5x = (
+    root.name == t5x_index.FILENAME
+    and not root.exists()
+    and orbax.OwnSource.is_stored_in(root.parent)
+  )
+  if is_name_of_t5x or (root.name in index_files and root.is_file()):
     root = root.parent
-  if root.name == discovery.STATE_DIRNAME and _is_own(root.parent):
+  if root.name == discovery.STATE_DIRNAME and orbax.OwnSource.is_stored_in(root.parent):
     root = root.parent
   return os.fspath(path) if root == files.path(path) else str(root)
 
@@ -147,7 +151,7 @@ def check_readable(path: discovery.PathLike) -> None:
     found = sorted(entry.name for entry in root.glob(pattern))
     if found:
       raise errors.CheckpointError(
-        f'{str(root)!r} must be {_EXPECTED}, got {contents} ({found[0]}). {remedy}'
+        f'{str(root)!r} must be {_expected()}, got {contents} ({found[0]}). {remedy}'
       )
 
 
@@ -181,24 +185,10 @@ def check_exists(path: discovery.PathLike) -> None:
   )
 
 
-def _is_own(root: files.Path) -> bool:
-  # An exported model has a manifest.json of another kind.
-  manifest = root / discovery.MANIFEST_FILENAME
-  if not manifest.is_file():
-    return False
-  if (root / discovery.STATE_DIRNAME).is_dir() or discovery.is_checkpoint_dir_name(root):
-    return True
-  with untrusted.check_file(root, manifest.name).open('rb', buffering=_FIRST_BYTES) as file:
-    return b'"1_sha256"' in file.read(_FIRST_BYTES)
-
-
-def _is_hugging_face(root: files.Path) -> bool:
-  if not (root / 'config.json').is_file() or not any(root.glob('*.safetensors*')):
-    return False
-  try:
-    return isinstance(json.loads(untrusted.read_limited(root, 'config.json')), dict)
-  except (OSError, ValueError, RecursionError):  # CheckpointError is a ValueError.
-    return True  # opening the folder reports the problem
+def _expected() -> str:
+  """Return the descriptions of all formats, joined for a sentence."""
+  *others, last = [source.description for source in _SOURCES.values()]
+  return f'{", ".join(others)} or {last}'
 
 
 def _not_a_state(root: files.Path) -> str:
@@ -211,6 +201,6 @@ def _not_a_state(root: files.Path) -> str:
       f"newest is {newest!r}), or set RestoreCheckpointConfig.mode to 'latest'."
     )
   return (
-    f'{str(root)!r} must be {_EXPECTED}, got a folder with none of them. Give the path of a checkpoint, such as '
+    f'{str(root)!r} must be {_expected()}, got a folder with none of them. Give the path of a checkpoint, such as '
     'MODEL_DIR/checkpoint_1000.' + discovery.hint(root)
   )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import functools
+import json
 import os
 from typing import Any
 
 import jax
 import numpy as np
 
+from t5x_lite import files
+from t5x_lite import untrusted
 from t5x_lite.checkpoints.sources import base
 
 _PREFIX = 'target/'
@@ -23,6 +26,19 @@ class HuggingFaceSource(base.StateSource):
   """
 
   format = 'hugging_face'
+  title = 'Hugging Face'
+  description = 'a Hugging Face folder (config.json and *.safetensors)'
+  has_steps = False
+
+  @classmethod
+  def is_stored_in(cls, root: files.Path) -> bool:
+    """See `StateSource.is_stored_in`."""
+    if not (root / 'config.json').is_file() or not any(root.glob('*.safetensors*')):
+      return False
+    try:
+      return isinstance(json.loads(untrusted.read_limited(root, 'config.json')), dict)
+    except (OSError, ValueError, RecursionError):  # CheckpointError is a ValueError.
+      return True  # opening the folder reports the problem
 
   def __init__(self, path: str | os.PathLike[str]):
     super().__init__(path)

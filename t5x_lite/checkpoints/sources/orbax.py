@@ -14,15 +14,28 @@ import numpy as np
 from t5x_lite import errors
 from t5x_lite import files
 from t5x_lite import untrusted
+from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import manifest as manifest_lib
 from t5x_lite.checkpoints import state_io
 from t5x_lite.checkpoints.sources import base
+
+# A manifest of t5x_lite shows in them what it is.
+_FIRST_BYTES = 200
 
 
 class OrbaxSource(base.StateSource):
   """An Orbax PyTree without a manifest, such as T5X writes."""
 
   format = 't5x_orbax'
+  title = 'T5X Orbax checkpoint'
+  description = 'an Orbax PyTree of T5X (a file _METADATA)'
+  index_files = (state_io.INDEX_FILENAME,)
+
+  @classmethod
+  def is_stored_in(cls, root: files.Path) -> bool:
+    """See `StateSource.is_stored_in`."""
+    folders = (root / discovery.STATE_DIRNAME, root)
+    return any((folder / state_io.INDEX_FILENAME).is_file() for folder in folders)
 
   def __init__(self, path: str | os.PathLike[str]):
     super().__init__(path)
@@ -91,6 +104,21 @@ class OwnSource(OrbaxSource):
   """A checkpoint of t5x_lite: `state/` in Orbax's format and a manifest with the hash of every file."""
 
   format = 't5x_lite'
+  title = 't5x_lite checkpoint'
+  description = 'a checkpoint of t5x_lite (manifest.json and state/)'
+  index_files = (discovery.MANIFEST_FILENAME,)
+
+  @classmethod
+  def is_stored_in(cls, root: files.Path) -> bool:
+    """See `StateSource.is_stored_in`."""
+    # An exported model has a manifest.json of another kind.
+    manifest = root / discovery.MANIFEST_FILENAME
+    if not manifest.is_file():
+      return False
+    if (root / discovery.STATE_DIRNAME).is_dir() or discovery.is_checkpoint_dir_name(root):
+      return True
+    with untrusted.check_file(root, manifest.name).open('rb', buffering=_FIRST_BYTES) as file:
+      return b'"1_sha256"' in file.read(_FIRST_BYTES)
 
   def __init__(self, path: str | os.PathLike[str]):
     # Read only the manifest, so that `verify` reports all missing files.

@@ -31,14 +31,6 @@ _STATE_IN_INDEX = ('v_row', 'v_col')
 _NUM_PROBLEMS_SHOWN = 3
 
 
-def is_native(root: files.Path) -> bool:
-  """Return True if the folder `root` has this format, complete or damaged."""
-  index = root / t5x_index.FILENAME
-  return (index.is_file() and t5x_index.begins_like_index(index)) or any(
-    root.glob('target.*/.zarray')
-  )
-
-
 class T5xNativeSource(base.StateSource):
   """A checkpoint of T5X in its native format, read with TensorStore.
 
@@ -46,6 +38,17 @@ class T5xNativeSource(base.StateSource):
   """
 
   format = 't5x'
+  title = 'T5X checkpoint'
+  description = 'a checkpoint of T5X (a file `checkpoint` with folders target.*)'
+  index_files = (t5x_index.FILENAME,)
+
+  @classmethod
+  def is_stored_in(cls, root: files.Path) -> bool:
+    """See `StateSource.is_stored_in`."""
+    index = root / t5x_index.FILENAME
+    if index.is_file() and t5x_index.begins_like_index(index):
+      return True
+    return any(root.glob('target.*/.zarray'))
 
   def __init__(self, path: str | os.PathLike[str]):
     super().__init__(path)

@@ -2,7 +2,6 @@
 
 import abc
 from collections.abc import Callable
-import importlib
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from t5x_lite import checks
@@ -12,6 +11,7 @@ from t5x_lite.data.interfaces import ExampleSource
 from t5x_lite.data.interfaces import HostIterator
 from t5x_lite.data.interfaces import SplitLengths
 from t5x_lite.errors import ConfigError
+from t5x_lite.lazy_names import LazyClasses
 
 # Options of `DatasetConfig` that only some sources support, and the remedy if another source is used.
 SPECIAL_OPTIONS = {
@@ -143,13 +143,13 @@ class DataSource(abc.ABC):
     )
 
 
-# Name to class, or to the full name of one of this package, which is imported when it is needed.
-_SOURCES: dict[str, type[DataSource] | str] = {
+BUILT_IN = {
   'seqio': 't5x_lite.data.sources.seqio.SeqioSource',
   'builtin': 't5x_lite.data.sources.table.BuiltinSource',
   'grain': 't5x_lite.data.sources.table.GrainSource',
   'synthetic': 't5x_lite.data.sources.table.RandomTableSource',
 }
+_SOURCES: LazyClasses[type[DataSource]] = LazyClasses(BUILT_IN)
 _Source = TypeVar('_Source', bound=type[DataSource])
 
 
@@ -163,32 +163,10 @@ def register_source(name: str) -> Callable[[_Source], _Source]:
   """
 
   def register(cls: _Source) -> _Source:
-    known = _SOURCES.get(name, cls)
-    if not isinstance(name, str) or not name:
-      raise checks.invalid('register_source', 'name', 'a text', name)
-    if not (isinstance(cls, type) and issubclass(cls, DataSource)):
-      raise checks.invalid('register_source', 'cls', 'a subclass of DataSource', cls)
-    if _full_name(known) != _full_name(cls):
-      remedy = f'{_full_name(known)} has this name already. Choose another one.'
-      raise checks.invalid('register_source', 'name', 'a new name', name, remedy)
-    _SOURCES[name] = cls
+    _SOURCES.register('register_source', name, cls, DataSource)
     return cls
 
   return register
-
-
-def _full_name(source: type[DataSource] | str) -> str:
-  if isinstance(source, str):
-    return source
-  return f'{source.__module__}.{source.__qualname__}'
-
-
-def _source_class(name: str) -> type[DataSource]:
-  known = _SOURCES[name]
-  if isinstance(known, str):
-    module, _, class_name = known.rpartition('.')
-    return getattr(importlib.import_module(module), class_name)
-  return known
 
 
 def source_names() -> list[str]:
@@ -209,11 +187,11 @@ def check_source(cfg: Any) -> None:
       _SOURCES, 'A custom source needs the module that registers it (DatasetConfig.module).'
     ),
   )
-  cls = _source_class(cfg.source)
+  cls = _SOURCES[cfg.source]
   cls.check(cfg)
   for option, remedy in SPECIAL_OPTIONS.items():
     if getattr(cfg, option) and option not in cls.options:
-      having = ' or '.join(repr(name) for name in _SOURCES if option in _source_class(name).options)
+      having = ' or '.join(repr(name) for name in _SOURCES if option in _SOURCES[name].options)
       raise checks.invalid(
         'DatasetConfig',
         option,
@@ -225,9 +203,9 @@ def check_source(cfg: Any) -> None:
 
 def supports_option(cfg: Any, option: str) -> bool:
   """Return True if the source of a `DatasetConfig` supports an option of `SPECIAL_OPTIONS`."""
-  return option in _source_class(cfg.source).options
+  return option in _SOURCES[cfg.source].options
 
 
 def get_source(cfg: Any) -> DataSource:
   """Return the source of a `DatasetConfig`."""
-  return _source_class(cfg.source)(cfg)
+  return _SOURCES[cfg.source](cfg)

@@ -27,8 +27,6 @@ from t5x_lite.optimizers.base import definition
 from t5x_lite.optimizers.base import state_dicts
 from t5x_lite.optimizers.base.param_scales import ParamScales
 from t5x_lite.optimizers.multi import parts as _multi_parts
-from t5x_lite.optimizers.multi import paths as _paths
-from t5x_lite.optimizers.multi import state_dict as _multi_state_dict
 from t5x_lite.types import LogicalAxes, Params
 
 _logger = logging.getLogger(__name__)
@@ -217,21 +215,21 @@ class MultiOptimizer(definition.OptimizerDef):
 
   def eval_params(self, params: Params, state: definition.OptimizerState) -> Params:
     """See base class; each part's optimizer gives the parameters of the part."""
-    leaves = _paths.by_path(params)
+    leaves = _multi_parts.by_path(params)
     new_leaves = dict(leaves)
     for part in self._parts(state):
-      new_leaves |= _paths.by_path(
-        part.optimizer_def.eval_params(_paths.subtree(leaves, part.paths), part.state)
+      new_leaves |= _multi_parts.by_path(
+        part.optimizer_def.eval_params(_multi_parts.subtree(leaves, part.paths), part.state)
       )
-    return _paths.like(params, new_leaves)
+    return _multi_parts.like(params, new_leaves)
 
   def frozen_paths(self, params: Params, state: definition.OptimizerState) -> frozenset[str]:
     """See base class: parameters of no part, and those that their part does not change."""
-    leaves = _paths.by_path(params)
+    leaves = _multi_parts.by_path(params)
     changed = set()
     for part in self._parts(state):
       changed |= set(part.paths) - part.optimizer_def.frozen_paths(
-        _paths.subtree(leaves, part.paths), part.state
+        _multi_parts.subtree(leaves, part.paths), part.state
       )
     return frozenset(leaves) - changed
 
@@ -299,12 +297,12 @@ class MultiOptimizer(definition.OptimizerDef):
     """
     if self._param_axes is not None:
       return self._for_param_axes(self._param_axes, params).init_state(params)
-    leaves = _paths.by_path(params)
+    leaves = _multi_parts.by_path(params)
     paths = self._select(tree_utils.unflatten_dict(leaves))
-    _multi_state_dict.check_reserved_names(leaves)
+    _multi_parts.check_reserved_names(leaves)
     self._log_selection(leaves, paths)
     parts = tuple(
-      part.init_state(_paths.subtree(leaves, part_paths)).param_states
+      part.init_state(_multi_parts.subtree(leaves, part_paths)).param_states
       for part, part_paths in zip(self.sub_optimizers, paths, strict=True)
     )
     return definition.OptimizerState(
@@ -323,8 +321,8 @@ class MultiOptimizer(definition.OptimizerDef):
 
     Gradients of frozen parameters are ignored and may be None.
     """
-    leaves = _paths.by_path(params)
-    grad_leaves = _paths.by_path(grads)
+    leaves = _multi_parts.by_path(params)
+    grad_leaves = _multi_parts.by_path(grads)
     new_leaves = dict(leaves)
     new_parts = []
     for part, part_hyper_params in zip(self._parts(state), hyper_params, strict=True):
@@ -333,15 +331,15 @@ class MultiOptimizer(definition.OptimizerDef):
       }
       new_params, new_state = part.optimizer_def.apply_gradient(
         part_hyper_params,
-        _paths.subtree(leaves, part.paths),
+        _multi_parts.subtree(leaves, part.paths),
         part.state,
-        _paths.subtree(grad_leaves, part.paths),
-        **_paths.part_extra_args(part_args, params, leaves, part.paths),
+        _multi_parts.subtree(grad_leaves, part.paths),
+        **_multi_parts.part_extra_args(part_args, params, leaves, part.paths),
       )
-      new_leaves |= _paths.by_path(new_params)
+      new_leaves |= _multi_parts.by_path(new_params)
       new_parts.append(new_state.param_states)
     param_states = state.param_states.replace(parts=tuple(new_parts))
-    return _paths.like(params, new_leaves), definition.OptimizerState(
+    return _multi_parts.like(params, new_leaves), definition.OptimizerState(
       step=state.step + 1, param_states=param_states
     )
 
@@ -392,10 +390,10 @@ class MultiOptimizer(definition.OptimizerDef):
 
   def _with_params(self, params: Params) -> list[tuple[definition.OptimizerDef, Params]]:
     """Return the optimizer and the parameters of each part."""
-    leaves = _paths.by_path(params)
+    leaves = _multi_parts.by_path(params)
     selected = self._select(tree_utils.unflatten_dict(leaves))
     return [
-      (part, _paths.subtree(leaves, paths))
+      (part, _multi_parts.subtree(leaves, paths))
       for part, paths in zip(self.sub_optimizers, selected, strict=True)
     ]
 
@@ -411,7 +409,7 @@ class MultiOptimizer(definition.OptimizerDef):
     new = copy.copy(self)
     new._param_axes = param_logical_axes
     if params is not None:
-      leaves = _paths.by_path(params)
+      leaves = _multi_parts.by_path(params)
       selected = self._select(tree_utils.unflatten_dict(leaves))
       new.sub_optimizers = new._parts_with_axes(selected, leaves)
       new._param_axes = None
@@ -426,10 +424,10 @@ class MultiOptimizer(definition.OptimizerDef):
     axes = dict(tree_utils.named_leaves(self._param_axes))
     parts = []
     for part, part_paths in zip(self.sub_optimizers, paths, strict=True):
-      part_axes = _paths.subtree(axes, part_paths)
+      part_axes = _multi_parts.subtree(axes, part_paths)
       part_params = None
       if leaves is not None:
-        part_params = _paths.subtree(leaves, part_paths)
+        part_params = _multi_parts.subtree(leaves, part_paths)
       parts.append(part.with_param_axes(part_axes, part_params))
     return tuple(parts)
 
@@ -438,17 +436,17 @@ class MultiOptimizer(definition.OptimizerDef):
   ) -> definition.Optimizer:
     """See `OptimizerDef.derive_logical_axes`; the axes of each part's state follow from its parameters' axes."""
     target_axes = _axes.match_logical_axes(optimizer.target, param_logical_axes)
-    leaves = _paths.by_path(optimizer.target)
-    axes = _paths.by_path(target_axes)
+    leaves = _multi_parts.by_path(optimizer.target)
+    axes = _multi_parts.by_path(target_axes)
     parts = []
     for part in self._parts(optimizer.state):
       part_optimizer = definition.Optimizer(
         optimizer_def=part.optimizer_def,
         state=part.state,
-        target=_paths.subtree(leaves, part.paths),
+        target=_multi_parts.subtree(leaves, part.paths),
       )
       part_axes = part.optimizer_def.derive_logical_axes(
-        part_optimizer, _paths.subtree(axes, part.paths)
+        part_optimizer, _multi_parts.subtree(axes, part.paths)
       )
       parts.append(part_axes.state.param_states)
     param_states = optimizer.state.param_states.replace(parts=tuple(parts))
@@ -467,8 +465,8 @@ class MultiOptimizer(definition.OptimizerDef):
     state_dict = super().state_dict(
       target, definition.OptimizerState(step=state.step, param_states={})
     )
-    if param_states := _multi_state_dict.param_states_dict(
-      self._parts(state), _paths.by_path(target)
+    if param_states := _multi_parts.param_states_dict(
+      self._parts(state), _multi_parts.by_path(target)
     ):
       state_dict['state']['param_states'] = param_states
     return state_dict
@@ -482,9 +480,9 @@ class MultiOptimizer(definition.OptimizerDef):
       CheckpointError: a missing or unknown value; the message names its path and its part.
     """
     target = state_dicts.restore_from_state_dict(opt_target, state_dict, 'target')
-    step, parts = _multi_state_dict.restore_parts(
+    step, parts = _multi_parts.restore_parts(
       self._parts(opt_state),
-      _paths.by_path(opt_target),
+      _multi_parts.by_path(opt_target),
       self.state_dict(opt_target, opt_state)['state'],
       state_dict.get('state', {}),
     )
@@ -494,11 +492,11 @@ class MultiOptimizer(definition.OptimizerDef):
 
   # ---- Helpers. ----
 
-  def _parts(self, state: definition.OptimizerState) -> list[_multi_state_dict.Part]:
+  def _parts(self, state: definition.OptimizerState) -> list[_multi_parts.Part]:
     """Return the parts with their states, each with the shared step."""
     param_states = state.param_states
     return [
-      _multi_state_dict.Part(
+      _multi_parts.Part(
         name=name,
         description=description,
         optimizer_def=optimizer_def,

@@ -7,6 +7,7 @@ import pytest
 from t5x_lite.apps.convert import plan as convert_plan
 from t5x_lite.apps.convert import report as convert_report
 from t5x_lite.apps.convert import run as convert
+from t5x_lite.apps.convert import targets
 from t5x_lite.formatting import format_bytes
 from tests.apps.convert import convert_cases as given
 
@@ -51,5 +52,13 @@ def test_unknown_activations_are_reported():
   plan = convert_plan.plan_state(source, to='hugging_face')
   from t5x_lite.apps.convert import hugging_face as convert_hugging_face
 
-  target = convert_hugging_face.prepare(source, plan, family=None, tokenizer=None)
-  assert any("config.json has T5's values: gelu, linear and 128" in note for note in target.notes)
+  job = targets.Job(
+    source=source,
+    plan=plan,
+    num_arrays=len(plan.arrays),
+    family=None,
+    architecture=None,
+    notes=(),
+  )
+  prepared = convert_hugging_face.HuggingFaceTarget().prepare(job)
+  assert any("config.json has T5's values: gelu, linear and 128" in note for note in prepared.notes)

@@ -195,7 +195,7 @@ def test_a_source_that_stalls_is_waited_for_once_and_closed_when_the_stall_ends(
   )
   batches.close()
   if at is None:
-    assert closed == [threading.current_thread()] and timeouts == [_PATIENCE_SECONDS]
+    assert closed == [thread] and timeouts == [_PATIENCE_SECONDS]
     return
   assert not closed and timeouts == [_STALLED_CLOSE_SECONDS]
   stall.released.set()
@@ -237,6 +237,20 @@ def test_an_error_that_stays_ends_and_the_position_is_known(expected, delays, ha
   with resumed:
     resumed.set_state(state)
     np.testing.assert_array_equal(_ids(next(resumed)), expected[6])
+
+
+def test_a_save_and_the_end_do_not_wait_for_a_retry(expected, monkeypatch, caplog):
+  monkeypatch.setattr(global_batches, '_FIRST_DELAY_SECONDS', 600.0)
+  batches, _ = _batches(_Raise(3, OSError('gone'), times=1), False, num_retries=1)
+  with batches:
+    next(batches), next(batches)
+    while not caplog.records:  # of the retry
+      time.sleep(0.01)
+    state = batches.get_state()
+  resumed, _ = _batches(lambda number: None, False)
+  with resumed:
+    resumed.set_state(state)
+    np.testing.assert_array_equal(_ids(next(resumed)), expected[2])
 
 
 def test_programming_errors_and_unknown_positions_are_not_retried(delays):
@@ -446,9 +460,10 @@ class _Scripted:
     return {'batch': self.now}
 
 
-def _train_batches(source, **kwargs):
+def _train_batches(source, *, clock=time.monotonic, on_wait=lambda: None, **kwargs):
+  waits = waiting.DataWaits(runtime.StopSignals(), clock=clock, on_wait=on_wait)
   return train_batches.TrainBatches(
-    source, should_stop=lambda: False, facts={}, first_step=0, **kwargs
+    source, should_stop=lambda: False, facts={}, first_step=0, waits=waits, **kwargs
   )
 
 
@@ -721,14 +736,13 @@ def test_an_error_of_the_data_ends_a_run_with_its_own_status():
     with batches:
       stopping = _train_batches(batches)
       assert next(stopping, None) is None
-    report = cli_errors.report(stopping.error, [os.path.dirname(data.__path__[0])])
-    statuses.append(report.exit_code)
+    own_paths = [os.path.dirname(data.__path__[0])]
+    ending = cli_errors.ending(stopping.error, name='t5x_lite', own_paths=own_paths, argv=[])
+    statuses.append(ending.status)
   assert statuses == [2, 2, 4, 1, 2]
   # The source is at fault, and its frames are shown.
-  assert (
-    report.message.startswith('error: The training data could not be read')
-    and 'in __call__' in report.message
-  )
+  assert ending.text.startswith('t5x_lite: error: The training data could not be read')
+  assert 'in __call__' in ending.text
 
 
 def test_a_run_whose_source_raises_once_is_the_undisturbed_run(whole, tmp_path, delays):

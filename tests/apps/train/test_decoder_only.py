@@ -12,7 +12,9 @@ from t5x_lite import data
 from t5x_lite import decoding
 from t5x_lite import models
 from t5x_lite import optimizers
+from t5x_lite import runtime
 from t5x_lite.apps.common import restore
+from t5x_lite.apps.common import waiting
 from t5x_lite.apps.train.batches import TrainBatches
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks import DecoderWrapper
@@ -123,5 +125,11 @@ def test_progress_counts_each_position_once():
     feature_converter='decoder_only',
   )
   with data.GlobalBatches(source, partitioner) as batches:
-    train_batches = TrainBatches(batches, should_stop=lambda: False, facts={}, first_step=0)
+    train_batches = TrainBatches(
+      batches,
+      should_stop=lambda: False,
+      facts={},
+      first_step=0,
+      waits=waiting.DataWaits(runtime.StopSignals()),
+    )
     assert train_batches.tokens_per_step == toy_run.BATCH_SIZE * 2 * toy_run.LENGTH

@@ -16,6 +16,7 @@ from t5x_lite import data
 from t5x_lite import evaluation
 from t5x_lite import runtime
 from t5x_lite.actions import BaseAction
+from t5x_lite.apps.common import waiting
 from t5x_lite.apps.train import batches as train_batches
 from t5x_lite.apps.train import run
 from t5x_lite.errors import DataError, StoppedOnSignalError
@@ -23,6 +24,7 @@ from tests.apps.common import cloze_run
 from tests.apps.train import toy_run
 
 # 60 examples: 7 batches of 8 in one epoch, 15 in two.
+_WAITS = waiting.DataWaits(runtime.StopSignals())
 _OPTIONS = {'save': {'period': 6}, 'eval_period': 10}
 
 
@@ -258,7 +260,7 @@ def test_processes_agree_on_the_end(monkeypatch, other_ends_after):
   monkeypatch.setattr(train_batches.multihost, 'any_process', any_process)
   num_taken = [0]
   batches = train_batches.TrainBatches(
-    _Batches(3), should_stop=lambda: False, facts={}, first_step=0
+    _Batches(3), should_stop=lambda: False, facts={}, first_step=0, waits=_WAITS
   )
   while not batches.has_ended:
     if next(batches, None) is not None:
@@ -274,7 +276,7 @@ def test_processes_agree_on_the_end(monkeypatch, other_ends_after):
 def test_batches_of_bad_steps_at_the_end_are_left_out():
   facts = {'batch_number': 1, 'left_out_batches': [3, 4]}
   batches = train_batches.TrainBatches(
-    _Batches(3), should_stop=lambda: False, facts=facts, first_step=1
+    _Batches(3), should_stop=lambda: False, facts=facts, first_step=1, waits=_WAITS
   )
   assert not batches.reached_end() and next(batches)
   assert batches.facts == {'batch_number': 2, 'left_out_batches': [3, 4]}
@@ -328,7 +330,11 @@ def test_evaluations_that_are_due_when_the_end_of_the_data_is_found_are_made():
     'last': evaluation.When(at_end=True),
     'other': evaluation.When(),
   }
-  batches = types.SimpleNamespace(reached_end=lambda: True)
-  start = types.SimpleNamespace(resumes=True, step=15)
-  facts = {'start_step': 0, 'evaluation_due': ['periodic']}
-  assert run._find_end(math.inf, batches, facts, start, whens) == (15, ('periodic', 'last'))
+  resumed = types.SimpleNamespace(
+    cfg=types.SimpleNamespace(whens=whens),
+    start=types.SimpleNamespace(resumes=True, step=15),
+    facts={'start_step': 0, 'evaluation_due': ['periodic']},
+    last_step=math.inf,
+    batches=types.SimpleNamespace(reached_end=lambda: True),
+  )
+  assert run._find_end(resumed) == (15, ('periodic', 'last'))

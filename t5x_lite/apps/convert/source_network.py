@@ -1,0 +1,41 @@
+"""Family and architecture of the network whose weights are converted."""
+
+from t5x_lite.apps.convert.state_plan import StatePlan
+from t5x_lite.checkpoints import hugging_face
+from t5x_lite.checkpoints import sources
+from t5x_lite.errors import CheckpointError
+
+
+def known_family(source: sources.StateSource) -> hugging_face.Family | None:
+  """Return the family of a Hugging Face folder, or of the folder that a checkpoint was converted from."""
+  if isinstance(source, sources.HuggingFaceSource):
+    return source.folder.family
+  name = (source.metadata.get('converted') or {}).get('family')
+  if name is None:
+    return None
+  return hugging_face.get_family(name)
+
+
+def architecture_of(source: sources.StateSource, plan: StatePlan) -> hugging_face.Architecture:
+  """Return the architecture of a planned network.
+
+  Args:
+    source: the weights to convert.
+    plan: plan of the conversion.
+
+  Raises:
+    CheckpointError: transformers does not support the network.
+  """
+  if isinstance(source, sources.HuggingFaceSource):
+    return source.folder.architecture
+  return hugging_face.Architecture.from_shapes(plan.params(), plan.network)
+
+
+def known_architecture(
+  source: sources.StateSource, plan: StatePlan
+) -> hugging_face.Architecture | None:
+  """Return the architecture of a planned network; None if transformers does not support the network."""
+  try:
+    return architecture_of(source, plan)
+  except CheckpointError:
+    return None  # t5x_lite may support it.
