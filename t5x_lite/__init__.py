@@ -3,12 +3,12 @@
 Importing this package imports none of its modules. Import the one that you need, e.g. `from t5x_lite import models`.
 """
 
-from t5x_lite.lazy_names import lazy_names
+from t5x_lite import lazy_names
 
 __version__ = '0.1.0'
 
 # Modules of packages that configurations and programs import from here.
-__getattr__, __dir__, _ = lazy_names(
+__getattr__, __dir__, _ = lazy_names.lazy_names(
   globals(),
   {
     't5x_lite.command_line': ('cli',),
