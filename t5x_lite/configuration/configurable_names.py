@@ -190,7 +190,7 @@ PASSED: dict[str, str] = {
   't5x_lite.models.decoder_only': 'DecoderOnlyModel.predict_batch_with_aux',
   't5x_lite.models.encoder_decoder': 'EncoderDecoderModel.predict_batch_with_aux',
   't5x_lite.trainer.state_init': 'TrainStateInitializer',
-  't5x_lite.trainer': 'BaseTrainer Trainer',
+  't5x_lite.trainer.trainer': 'BaseTrainer Trainer',
 }
 
 

@@ -32,7 +32,8 @@ _ENVIRONMENT = {
 # A command that writes in every way that libraries do, then leaves proof that it came to its end.
 _WRITES = """
     import contextlib, logging, subprocess, sys, threading, warnings
-    from t5x_lite import cli, errors, standard_streams
+    from t5x_lite import cli, errors
+    from t5x_lite.command_line import standard_streams
     from t5x_lite.apps import commands
 
     def write():

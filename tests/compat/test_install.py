@@ -88,7 +88,8 @@ def test_messages_of_imports_name_the_alternative(tmp_path):
   printed = _python(f"""
       import sys
       sys.path.insert(0, {str(tmp_path)!r})
-      from t5x_lite import compat, module_imports
+      from t5x_lite import compat
+      from t5x_lite.configuration import module_imports
       compat.install()
       for number in range(6):
         try:

@@ -202,7 +202,7 @@ run = os.system
     ('from jax._src import pickle_util\nX = @pickle_util.loads()', None),
     ('from t5x_lite import gin_utils\nX = @gin_utils.gin_config.parse_config()', 'gin.config'),
     # Imports of a trusted module, its attributes, and their methods.
-    ('from t5x_lite import untrusted\nX = @untrusted.files.os.system()', 'posix'),
+    ('from t5x_lite.storage import untrusted\nX = @untrusted.files.os.system()', 'posix'),
     ('import t5x_lite.storage.files as data\nX = @data.remove_tree()', 't5x_lite.storage.files'),
     ('from t5x_lite import files\nX = @files.Path.unlink()', 'pathlib'),
     ('from t5x_lite import files\nX = @files.os.PathLike.register()', 'abc'),
@@ -221,8 +221,11 @@ run = os.system
     ('import optax\nX = @optax.inject_hyperparams()', None),
     ('from jax import numpy\nX = @numpy.load()\nnumpy.load.allow_pickle = True', None),
     ('from flax.training import checkpoints\nX = @checkpoints.save_checkpoint()', None),
-    ('from t5x_lite import module_imports\nX = @module_imports.restrict()', None),
-    ('from t5x_lite import module_imports\nX = @module_imports.import_module()', None),
+    ('from t5x_lite.configuration import module_imports\nX = @module_imports.restrict()', None),
+    (
+      'from t5x_lite.configuration import module_imports\nX = @module_imports.import_module()',
+      None,
+    ),
     ('from t5x import utils\nX = @utils.import_module()', 't5x_lite.configuration.module_imports'),
     ('import t5x\nX = @t5x.gin_utils.run_main()', 't5x_lite.gin_utils'),
     (
@@ -295,7 +298,8 @@ def test_the_current_folder_is_searched_for_allowed_modules(tmp_path, allowed, i
   (tmp_path / 'mine.py').write_text('import planted')
   program = f"""
 import contextlib
-from t5x_lite import compat, module_imports
+from t5x_lite import compat
+from t5x_lite.configuration import module_imports
 compat.set_up_process({str(tmp_path)!r})
 module_imports.restrict({allowed!r})
 with contextlib.suppress(ImportError):

@@ -280,7 +280,7 @@ def test_a_store_without_its_package_names_the_extra(monkeypatch):
   def fail(*args, **kwargs):
     raise ImportError('No module named gcsfs')
 
-  object_store._file_system.cache_clear()
+  object_store.connection.cache_clear()
   monkeypatch.setattr(object_store.fsspec, 'filesystem', fail)
   with pytest.raises(
     ConfigError,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from t5x_lite import checkpoints
+from t5x_lite import data
 from t5x_lite import errors
 from t5x_lite import optimizers
 from t5x_lite import train_state as train_state_lib
@@ -156,7 +157,7 @@ def test_a_run_evaluates_its_average(averaged, tmp_path):
   # The model with the saved average has the losses of the last evaluation.
   model, batches = (
     toy_run.model(),
-    toy_run.train_app.data.open_eval_iterators(
+    data.open_eval_iterators(
       toy_run.dataset('validation'),
       toy_run.partitioner().get_data_layout(8),
       None,
