@@ -16,11 +16,11 @@ import pytest
 from t5x_lite import optimizers
 from t5x_lite import partitioning
 from t5x_lite import schedules
-from t5x_lite import trainer as trainer_lib
 from t5x_lite.errors import ConfigError, DataError
 from t5x_lite.trainer import non_finite
 from t5x_lite.trainer import summaries
 from t5x_lite.trainer import train_step
+from t5x_lite.trainer import trainer as trainer_lib
 from tests.models import toy_model
 
 _RATE = schedules.create_learning_rate_scheduler('constant', base_learning_rate=0.1)
