@@ -17,6 +17,7 @@ from moe.tools import surgery_files
 from t5x_lite import checkpoints
 from t5x_lite import optimizers
 from t5x_lite import tree_utils
+from t5x_lite.apps.common.flags import make_invocation
 from t5x_lite.checkpoints.folders import disk
 from t5x_lite.errors import CheckpointError, ConfigError
 from tests import stores
@@ -51,7 +52,8 @@ def source(tmp_path_factory):
 def _run(*flags):
   parser = argparse.ArgumentParser(exit_on_error=False)
   COMMAND.add_arguments(parser)
-  return COMMAND.run(parser.parse_args(list(map(str, flags))))
+  values = vars(parser.parse_args(list(map(str, flags))))
+  return COMMAND.run(make_invocation(values, command='surgery'))
 
 
 def test_a_checkpoint_is_rewritten(source, tmp_path, capsys):
