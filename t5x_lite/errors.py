@@ -4,7 +4,7 @@ Messages have the owner, the option, the expectation, the value and the remedy; 
 misspelt name.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import enum
 import errno
@@ -201,6 +201,21 @@ def is_of_other_process(error: BaseException) -> bool:
   return getattr(error, 'is_of_other_process', False) or (
     error.__cause__ is not None and is_of_other_process(error.__cause__)
   )
+
+
+def call_all(functions: Iterable[Callable[[], object]]) -> None:
+  """Call all functions, also after one that raises, and raise the first exception afterwards.
+
+  What is not called now would report an old error at the next call, when its cause may be gone.
+  """
+  first: Exception | None = None
+  for function in functions:
+    try:
+      function()
+    except Exception as error:  # pylint: disable=broad-except
+      first = first or error
+  if first is not None:
+    raise first
 
 
 def is_disk_full(error: BaseException) -> bool:

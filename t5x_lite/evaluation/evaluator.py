@@ -22,7 +22,7 @@ from t5x_lite import checks
 from t5x_lite import data
 from t5x_lite import multihost
 from t5x_lite import partitioning
-from t5x_lite.errors import DataError
+from t5x_lite.errors import DataError, call_all
 from t5x_lite.evaluation import judging
 from t5x_lite.evaluation import metric_names
 from t5x_lite.evaluation.config import InferenceEvalConfig
@@ -212,11 +212,13 @@ class InferenceEvaluator:
     pending = self._pending
     self._pending = []
     concurrent.futures.wait(pending)  # Also if one raises: afterwards, the thread no longer writes.
-    for future in pending:
-      future.result()
-    self._write_predictions()
-    for manager in self._managers.values():
-      manager.flush()
+    call_all(
+      [
+        *(future.result for future in pending),
+        self._write_predictions,
+        *(manager.flush for manager in self._managers.values()),
+      ]
+    )
 
   def close_files(self) -> None:
     """Wait for all results and close the metrics files; see `MetricsManager.close_files`."""

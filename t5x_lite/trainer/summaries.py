@@ -33,7 +33,7 @@ import numpy as np
 from t5x_lite import layer_stacks
 from t5x_lite import metrics as metrics_lib
 from t5x_lite import multihost
-from t5x_lite.errors import DataError
+from t5x_lite.errors import DataError, call_all
 from t5x_lite.storage import files
 from t5x_lite.storage import json_lines
 from t5x_lite.types import ArrayLike, PyTree
@@ -435,10 +435,10 @@ class MetricsManager:
     concurrent.futures.wait(
       pending
     )  # all of them, even if one raises: then the thread has stopped writing
-    for future in pending:
-      future.result()
+    functions: list[Callable[[], object]] = [future.result for future in pending]
     if self._writer is not None:
-      self._writer.flush()
+      functions.append(self._writer.flush)
+    call_all(functions)
 
   def close_files(self) -> None:
     """Finish the pending writes and close the files before a run returns to an earlier step; the next write opens them.

@@ -16,6 +16,7 @@ from t5x_lite import evaluation
 from t5x_lite import models
 from t5x_lite import runtime
 from t5x_lite.apps.common import report
+from t5x_lite.errors import call_all
 from t5x_lite.evaluation import MEAN
 from t5x_lite.trainer import actions as actions_lib
 from t5x_lite.trainer import summaries
@@ -234,9 +235,8 @@ class RunEvaluations:
     Raises:
       OSError: e.g. the disk is full; no result is lost, and the next flush tries again.
     """
-    self._collect_pending()
-    for each in (*self._evaluators, *self._mean_managers.values()):
-      each.flush()
+    parts = (*self._evaluators, *self._mean_managers.values())
+    call_all([self._collect_pending, *(each.flush for each in parts)])
 
   def close_files(self) -> None:
     """Wait for all results, discard them and close the metrics files, which the next evaluation opens again.

@@ -14,7 +14,7 @@ from t5x_lite import checkpoints
 from t5x_lite import multihost
 from t5x_lite.apps.common import starting_point
 from t5x_lite.apps.train.open_run import OpenRun
-from t5x_lite.errors import CheckpointDamagedError, DataError, SaveError, of_other_process
+from t5x_lite.errors import CheckpointDamagedError, DataError, SaveError, call_all, of_other_process
 from t5x_lite.evaluation import TRAINING_EVAL
 from t5x_lite.formatting import capitalized
 from t5x_lite.storage import files
@@ -227,8 +227,7 @@ class TrainSaves:
     """
     unwritten = None
     try:
-      self._trainer.flush()
-      self._evaluations.flush()
+      call_all([self._trainer.flush, self._evaluations.flush])
     except OSError as error:
       unwritten = self._cannot_write(error)
     # Also after that error: closing the manager would raise the error of the save instead, without the lost steps.
