@@ -12,6 +12,7 @@ __getattr__, __dir__, _ = lazy_names.lazy_names(
   globals(),
   {
     't5x_lite.command_line': ('cli',),
+    't5x_lite.configuration': ('module_imports',),
     't5x_lite.storage': ('files',),
     't5x_lite.trainer': (
       'actions',

@@ -41,7 +41,7 @@ class ExitCode(enum.IntEnum):
 
 
 class Ending(NamedTuple):
-  """How an exception ends a program; `cli_errors` decides it for the commands.
+  """How an exception ends a program; `command_line.errors` decides it for the commands.
 
   Attributes:
     text: what is printed; empty for nothing.

@@ -1,7 +1,7 @@
 """Loading of gin configurations, and T5X's functions of `gin_utils`.
 
 `read` parses files and flags into statements (`configuration.syntax`); `load` binds them (`configuration.binding`) and
-validates the result for the function that will run (`configuration.checks`).
+validates the result for the function that will run (`configuration.validation`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -3,8 +3,8 @@
 Packages that use t5x_lite have similar programs: they pass a `Program` to `main`.
 
 Nothing heavy is imported before the command line and the gin files have been read and checked. Errors of this package
-become one message and an exit status (`errors.ExitCode`), and so do errors of user code (`cli_errors`); any other
-exception keeps its traceback.
+become one message and an exit status (`errors.ExitCode`), and so do errors of user code (`command_line.errors`); any
+other exception keeps its traceback.
 """
 
 import argparse

@@ -611,7 +611,7 @@ def _of_its_own_package(statement: gin_syntax.Import) -> gin_syntax.Import:
   """Return the import by the full name of the module, if `t5x_lite` exports a module of one of its packages."""
   imported = statement.statement
   package, _, name = imported.module.rpartition('.')
-  if package != t5x_lite.__name__ or not (imported.is_from or imported.alias):
+  if package != t5x_lite.__name__:
     return statement
   exported = getattr(t5x_lite, name, None)
   if not isinstance(exported, types.ModuleType):

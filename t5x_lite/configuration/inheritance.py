@@ -228,7 +228,7 @@ def describe_missing(
 
   Args:
     missing: result of `inherit`.
-    uses: result of `checks.reachable`.
+    uses: result of `validation.reachable`.
   """
   used = {use.configurable.selector: use.configurable for use in uses}
   registry = configurables()
@@ -259,7 +259,7 @@ def describe_inherited(uses: Collection[Use]) -> list[str]:
   """Return a sentence for each used class that has bindings of base classes.
 
   Args:
-    uses: result of `checks.reachable`.
+    uses: result of `validation.reachable`.
   """
   parameters: dict[tuple[str, str], dict[str, None]] = {}
   for use in uses:

@@ -7,6 +7,7 @@ import pytest
 
 from t5x_lite import checks
 from t5x_lite import gin_utils
+from t5x_lite.configuration import binding
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.configuration import validation as gin_check
 from t5x_lite.errors import ConfigError
@@ -176,3 +177,26 @@ def test_functions_that_users_decorate_are_bound_without_dynamic_registration(
 def test_of_several_imports_of_a_module_the_first_is_recorded():
   lines = [line for line in cases.load().text.splitlines() if 'import gin_program' in line]
   assert lines == ['from tests.configuration import gin_program as script']
+
+
+@pytest.mark.parametrize(
+  'statements',
+  [
+    'import t5x_lite.averaging\nt5x_lite.averaging.ParamEma.decay = 0.5',
+    'import t5x_lite.models\nimport t5x_lite.averaging\nt5x_lite.averaging.ParamEma.decay = 0.5',
+    'import t5x_lite.averaging as of_params\nof_params.ParamEma.decay = 0.5',
+    'from t5x_lite import averaging\naveraging.ParamEma.decay = 0.5',
+    "from t5x_lite import module_imports\nmodule_imports.import_module.module = 'letters'",
+  ],
+)
+def test_modules_that_are_in_a_package_now_keep_their_names_in_recorded_configurations(statements):
+  def bind(text):
+    binder = binding.Binder()
+    binder.resolve([gin_syntax.read_text(text, 'config.gin', [], is_flag=False)])
+    binding.bind(binder.table.values(), binder.import_statements.values())
+    ((_, _, parameter), row) = next(iter(binder.table.items()))
+    return parameter, row.value, binding.configuration_text()
+
+  *first, text = bind(f'from __gin__ import dynamic_registration\n{statements}\n')
+  *again, _ = bind(text)
+  assert again == first

@@ -81,7 +81,7 @@ def restore_for_inference(
       if the configuration sets `fallback_to_scratch`. None disables both.
     train_state_initializer_cls: class of the state initializer.
     is_done: predicate of (path, step); checkpoints for which it is true are skipped.
-    applies_transforms: apply transforms to shapes in the checks, for `--dry_run`; see `start.check_start`.
+    applies_transforms: apply transforms to shapes in the checks, for `--dry_run`; see `starting_point.check_start`.
 
   Returns:
     Iterator in ascending order of step for each configured path; empty if all are done.

@@ -172,7 +172,7 @@ class TrainConfig(RunConfig):
     """Return the configuration without the evaluations of the short form that are not in `names`.
 
     Args:
-      names: names of the evaluations whose data was opened, see `parts.open_data`.
+      names: names of the evaluations whose data was opened, see `trainer_setup.open_data`.
     """
     changes: dict[str, Any] = {}
     if TRAINING_EVAL not in names:

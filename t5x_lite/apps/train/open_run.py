@@ -273,7 +273,7 @@ class OpenRun(contextlib.AbstractContextManager):
     )
 
   def set_state(self, point: starting_point.StartingPoint) -> checkpoints.RestoredCheckpoint | None:
-    """Give the trainer the state of a starting point; see `start.set_state`."""
+    """Give the trainer the state of a starting point; see `starting_point.set_state`."""
     return starting_point.set_state(
       self.trainer, point, self.initializer, self.cfg.partitioner, self.cfg.model, self.init_rng
     )
