@@ -1,1 +1,1 @@
-"""gin configurations: `syntax` reads files and flags, `binding` applies them, `checks` validates the result."""
+"""gin configurations: `syntax` reads files and flags, `binding` resolves names, `validation` checks the values."""
