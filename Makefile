@@ -49,14 +49,14 @@ CODE := t5x_lite moe tests benchmarks scripts docs setup.py README.md CONTRIBUTI
 
 # A first answer in a minute: the arithmetic and the rules of the repository, without programs and stores.
 FAST_TESTS := \
-  tests/configuration/test_checks.py \
+  tests/configuration/test_validation.py \
   tests/data/sources/test_table.py \
   tests/data/test_streams.py \
   tests/data/test_text_sources.py \
   tests/data/test_vocabularies.py \
   tests/decoding/test_topk.py \
   tests/evaluation/test_batching.py \
-  tests/evaluation/test_when.py \
+  tests/evaluation/test_config.py \
   tests/layers/test_attention_kernels.py \
   tests/layers/test_dense.py \
   tests/moe/routing/test_golden.py \
@@ -66,7 +66,6 @@ FAST_TESTS := \
   tests/mutation/test_table.py \
   tests/optimizers/axes/test_rules.py \
   tests/optimizers/optax_adapter/test_option_checks.py \
-  tests/partitioning/test_chunks.py \
   tests/partitioning/test_explain.py \
   tests/partitioning/test_golden.py \
   tests/partitioning/test_layout.py \
@@ -81,7 +80,7 @@ FAST_TESTS := \
   tests/repository/test_mirror.py \
   tests/repository/test_outside.py \
   tests/test_checks.py \
-  tests/test_cli_flags.py \
+  tests/command_line/test_flags.py \
   tests/test_errors.py \
   tests/test_formatting.py \
   tests/test_losses.py \

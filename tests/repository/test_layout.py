@@ -158,6 +158,12 @@ def test_all_places_name_the_tested_pythons():
     assert listed in (_ROOT / page).read_text(), page
 
 
+def test_the_makefile_names_files_of_tests():
+  named = re.findall(r'tests/[\w/]+\.py', (_ROOT / 'Makefile').read_text())
+  assert len(named) > 30
+  assert not [name for name in named if not (_ROOT / name).is_file()]
+
+
 @pytest.mark.skipif(
   (platform.system(), platform.machine()) != ('Linux', 'x86_64'), reason='the locks are for Linux'
 )
