@@ -83,7 +83,8 @@ def test_what_a_run_rejects(saved, tmp_path, dry_run):
     restore=_restore(path, mode='specific'),
   )
   file = next(found for found in (path / 'state/d').iterdir())
-  file.write_bytes(file.read_bytes()[:-1] + b'x')
+  content = file.read_bytes()
+  file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
   check(errors.CheckpointDamagedError, 'damaged', restore=_restore(path, mode='specific'))
 
 
