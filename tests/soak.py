@@ -52,8 +52,8 @@ _STATUSES = {
   'full disk to the end': (74,),
   _DEAD_READER: (75, 0),
   _SILENT_READER: (75, 0),
-  # 74: three saves or the last one happened in the meantime.
-  _RENAMED: (75, 74, 0),
+  # 74: three saves or the last one happened in the meantime; -15: SIGTERM came while the process ended because of them.
+  _RENAMED: (75, 74, 0, -15),
 }
 
 
