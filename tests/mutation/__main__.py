@@ -60,7 +60,7 @@ def run_tests(
     'PYTHONPATH': str(root),
     'PYTHONDONTWRITEBYTECODE': '1',
   }
-  command = [sys.executable, '-m', 'pytest', '-x', '-q', '-p', 'no:cacheprovider', *tests]
+  command = [sys.executable, '-m', 'pytest', '-x', '-q', '-p', 'no:cacheprovider', '-m', '', *tests]
   with subprocess.Popen(
     command,
     cwd=root,
