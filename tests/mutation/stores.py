@@ -92,7 +92,7 @@ MUTANTS = (
     't5x_lite/checkpoints/folders/store.py',
     '      self.move(pending.final, pending.replaced)\n',
     '      pass\n',
-    'tests/checkpoints/test_store_save.py::test_kill',
+    'tests/checkpoints/test_store_save.py::test_checkpoints_that_are_replaced',
   ),
   Mutant(
     'a_lease_is_written_without_its_condition',
