@@ -41,7 +41,7 @@ class ExitCode(enum.IntEnum):
 
 
 class Ending(NamedTuple):
-  """How an exception ends a program; `command_line.errors` decides it for the commands.
+  """Ending of a program by an exception; `command_line.errors` makes that of a command.
 
   Attributes:
     text: what is printed; empty for nothing.
@@ -206,7 +206,7 @@ def is_of_other_process(error: BaseException) -> bool:
 def call_all(functions: Iterable[Callable[[], object]]) -> None:
   """Call all functions, also after one that raises, and raise the first exception afterwards.
 
-  What is not called now would report an old error at the next call, when its cause may be gone.
+  A function that is skipped would report its old error at the next call, when the cause may be gone.
   """
   first: Exception | None = None
   for function in functions:

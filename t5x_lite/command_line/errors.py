@@ -1,4 +1,4 @@
-"""How an exception ends a command: message with the frames of user code, and exit status."""
+"""Ending of a command by an exception: message with the frames of user code, and exit status."""
 
 from collections.abc import Iterator, Sequence
 import errno

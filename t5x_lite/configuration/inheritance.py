@@ -82,7 +82,7 @@ def _bases(cls: type) -> Iterator[type]:
 def _inherit_from(
   table: Table, cls: type, base: type, selectors: Mapping[type, str], method_fn: MethodFn
 ) -> list[Missing]:
-  """Add what is bound for a base class and its methods, and return the bindings that do not apply."""
+  """Add the bindings of a base class and its methods, and return the bindings that do not apply."""
   selector = selectors[cls]
   registry = configurables()
   added = []

@@ -29,7 +29,7 @@ class Row:
   """One binding.
 
   Attributes:
-    key: what it binds.
+    key: scope, name and parameter that are bound.
     value: the value, in which names are references of gin.
     statement: the statement; None for a binding that code has made, or that of a base class.
     text: file or flag that has the statement.

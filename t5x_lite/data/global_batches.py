@@ -228,7 +228,7 @@ class _Reader:
           return message
 
   def _receive(self) -> Any:
-    """Return the next message; None if there is none and it is time to work."""
+    """Wait for a message and return it, or None when a batch must be read or a retry is due."""
     timeout = None
     if self._num_wanted or self._openings:
       timeout = max(0.0, self._retry_at - time.monotonic())

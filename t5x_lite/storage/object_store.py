@@ -107,7 +107,7 @@ class StoreUnavailableError(OSError):
 def retry_seconds(path: StorePath) -> float:
   """Return for how many seconds a request that fails for a temporary reason is repeated.
 
-  It is the limit of the folder of a run for what is below that folder. Otherwise, as for the data of a run, it is the
+  Paths below the folder of a run have its limit. Otherwise, as for the data of a run, it is the
   longest limit of the runs of this process.
   """
   for folder in open_folders.folders_above(str(path)):

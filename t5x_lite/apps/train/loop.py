@@ -44,7 +44,7 @@ from t5x_lite.trainer.actions import run_actions
 
 
 class EndKind(enum.IntEnum):
-  """What ends a run; of several at once, the greatest."""
+  """Kinds of the end of a run. If there are several reasons at once, the greatest kind decides."""
 
   ACTION = 1
   COMPLETED = 2

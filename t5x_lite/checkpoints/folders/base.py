@@ -234,7 +234,7 @@ class Folder(abc.ABC):
     """
 
   def _clean(self, entry: files.Path, match: re.Match[str]) -> bool:
-    """Remove or rename a folder that is no checkpoint; return False if it is kept."""
+    """Remove or rename a folder that is not a checkpoint; return False if it is kept."""
     if not entry.is_dir():
       return False
     final = entry.with_name(match.group(1))
