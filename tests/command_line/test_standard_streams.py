@@ -203,7 +203,7 @@ def test_a_reader_that_does_not_read_is_waited_for_once(monkeypatch, make):
 def test_a_line_that_is_drawn_again_is_waited_for_once(monkeypatch, make):
   reader, writer = make()
   # With PYTHONUNBUFFERED, each flush writes nothing once more.
-  with io.TextIOWrapper(io.FileIO(writer, 'wb'), write_through=True) as stream:
+  with io.TextIOWrapper(io.FileIO(writer, 'wb'), encoding='utf-8', write_through=True) as stream:
     monkeypatch.setattr(sys, 'stderr', stream)
     with standard_streams.lossy_output('stderr', patience_seconds=0.5):
       begin = time.monotonic()
