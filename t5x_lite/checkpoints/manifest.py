@@ -285,6 +285,7 @@ _FIELDS: Mapping[str, _Expectation] = {
   'metadata.network.config': _must_be(str),
   'metadata.network.logits_via_embedding': _must_be(bool),
   'metadata.network.scale_tied_logits': _must_be(bool),
+  'metadata.network.layer_norm_epsilon': _must('be a number', _is_number),
   'metadata.network.num_heads': _SMALL_COUNT,
   'metadata.network.custom_blocks': _must_be(list),
   'metadata.optimizer': _must_be(dict, None),

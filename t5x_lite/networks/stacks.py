@@ -30,6 +30,7 @@ from t5x_lite.networks.t5_blocks import Tokens
 from t5x_lite.networks.t5_blocks import constrain_activations
 from t5x_lite.networks.t5_blocks import dense_everywhere
 from t5x_lite.networks.t5_blocks import feed_forward_factories
+from t5x_lite.networks.t5_blocks import layer_norm
 from t5x_lite.networks.t5_blocks import t5_attention
 from t5x_lite.networks.t5_blocks import t5_attention_everywhere
 from t5x_lite.networks.t5_blocks import token_embedding
@@ -163,7 +164,7 @@ class Encoder(Stack):
     x = self._embed(encoder_input_tokens, deterministic)
     tokens = self._tokens('encoder', encoder_input_tokens, valid)
     x = self._run_layers(EncoderLayer, 'encoder', x, bias, tokens, deterministic=deterministic)
-    x = layers.LayerNorm(dtype=cfg.dtype, name='encoder_norm')(x)
+    x = layer_norm(cfg, 'encoder_norm')(x)
     return constrain_activations(nn.Dropout(rate=cfg.dropout_rate)(x, deterministic=deterministic))
 
 
@@ -372,7 +373,7 @@ class Decoder(Stack):
   def _project(self, y: jax.Array, deterministic: bool) -> layers.OutputProjection:
     """Return the logits of <dtype>[batch, length, embed], after the last norm, as a product to compute."""
     cfg = self.config
-    y = layers.LayerNorm(dtype=cfg.dtype, name='decoder_norm')(y)
+    y = layer_norm(cfg, 'decoder_norm')(y)
     y = nn.Dropout(rate=cfg.dropout_rate, broadcast_dims=(-2,))(y, deterministic=deterministic)
     y = constrain_activations(y)
     if not cfg.logits_via_embedding:

@@ -127,6 +127,11 @@ def dense_feed_forward(config: StackConfig, name: str) -> nn.Module:
   )
 
 
+def layer_norm(config: StackConfig, name: str) -> layers.LayerNorm:
+  """Return the norm of a network, a submodule with the given name."""
+  return layers.LayerNorm(epsilon=config.layer_norm_epsilon, dtype=config.dtype, name=name)
+
+
 def token_embedding(config: StackConfig, **kwargs: Any) -> layers.Embed:
   """Return a token embedding; `kwargs` are arguments of the module, such as its name."""
   return layers.Embed(
@@ -305,7 +310,7 @@ class Residual(nn.Module):
     return bias.with_position(position)
 
   def _norm(self, x: jax.Array, name: str) -> jax.Array:
-    return constrain_activations(layers.LayerNorm(dtype=self.config.dtype, name=name)(x))
+    return constrain_activations(layer_norm(self.config, name)(x))
 
   def _add(self, x: jax.Array, update: jax.Array, deterministic: bool) -> jax.Array:
     """Add a sub-layer's output to the residual stream, with one dropout mask for all positions."""

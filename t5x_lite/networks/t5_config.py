@@ -89,6 +89,7 @@ class StackConfig(_FieldsBeforeDepth):
     max_relpos_distance: smallest distance of the last bucket.
     scale_tied_logits: True to divide the logits of `logits_via_embedding` by sqrt(emb_dim), as in T5 1.0 and T5X. False
       is for T5 1.1 and mT5 models that transformers 5 ties.
+    layer_norm_epsilon: constant that the norms add to the mean square of their inputs; 1e-6 in T5X and in T5's models.
     loss_chunk_size: number of target tokens of a device whose logits the loss computes at once; 0 for all tokens. None
       is all tokens if their logits take at most 128 MiB per device, else as many as take this memory, but at least
       256. The results are equal up to rounding. Needs a model without `metric_fns`.
@@ -113,6 +114,7 @@ class StackConfig(_FieldsBeforeDepth):
   num_relpos_buckets: int = 32
   max_relpos_distance: int = 128
   scale_tied_logits: bool = True
+  layer_norm_epsilon: float = 1e-6
   loss_chunk_size: int | None = None
 
   def num_layers_of(self, stack: str) -> int:
@@ -157,6 +159,7 @@ class StackConfig(_FieldsBeforeDepth):
         lambda distance: size.holds(distance) and distance > self.num_relpos_buckets // 2,
       ),
       dropout_rate=checks.number(at_least=0, below=1),
+      layer_norm_epsilon=checks.number(at_least=1e-12, below=1),
       loss_chunk_size=checks.number(at_least=0, integer=True).or_none(),
       dtype=checks.one_of(_DTYPES),
       mlp_activations=checks.Expectation(

@@ -425,3 +425,25 @@ def restore(path: str, family: Family, layout: str = 't5') -> dict[str, Any]:
     transformation_fns=checkpoints.param_layout_fns(found, module.config),
   )
   return restored.state['target']
+
+
+def tensor_bits(folder: Any) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+  """Return name -> (dtype, shape, bits) of all tensors of a folder of theirs, from one file or from shards."""
+  return {
+    name: (str(tensor.dtype), tensor.shape, tensor.tobytes())
+    for name, tensor in hf_models.read_tensors(folder).items()
+  }
+
+
+def config_of(name: str, folder: Any) -> dict[str, Any]:
+  """Return a folder's configuration as `transformers` reads it, without what says how it was saved."""
+  config = hf_models.read_config(name, folder)
+  # Ours writes its activation as all of the T5 family do, too: to Switch Transformers, `dense_act_fn` says it.
+  unread = (
+    ('feed_forward_proj', 'is_gated_act') if config['model_type'] == 'switch_transformers' else ()
+  )
+  return {
+    key: value
+    for key, value in config.items()
+    if key not in ('tokenizer_class', 'dropout_rate', *unread)
+  }

@@ -16,28 +16,6 @@ from tests.interop import hf_models
 from tests.interop import reference
 
 
-def _tensors(folder):
-  """Return name -> (dtype, shape, bits) of all tensors of a folder of theirs, from one file or from shards."""
-  return {
-    name: (str(tensor.dtype), tensor.shape, tensor.tobytes())
-    for name, tensor in hf_models.read_tensors(folder).items()
-  }
-
-
-def _config(name, folder):
-  """Return a folder's configuration as `transformers` reads it, without what says how it was saved."""
-  config = hf_models.read_config(name, folder)
-  # Ours writes its activation as all of the T5 family do, too: to Switch Transformers, `dense_act_fn` says it.
-  unread = (
-    ('feed_forward_proj', 'is_gated_act') if config['model_type'] == 'switch_transformers' else ()
-  )
-  return {
-    key: value
-    for key, value in config.items()
-    if key not in ('tokenizer_class', 'dropout_rate', *unread)
-  }
-
-
 @pytest.mark.parametrize(
   'name, dtype, shards',
   [
@@ -77,8 +55,10 @@ def test_theirs_to_ours_and_back(name, dtype, shards, tmp_path):
   )
   assert len(list(pathlib.Path(there).glob('*.safetensors'))) >= shards
   assert len(list(pathlib.Path(back.path).glob('*.safetensors'))) >= shards
-  assert _tensors(back.path) == _tensors(there)
-  assert _config(f'{model.name}/back', back.path) == _config(model.name, there)
+  assert reference.tensor_bits(back.path) == reference.tensor_bits(there)
+  assert reference.config_of(f'{model.name}/back', back.path) == reference.config_of(
+    model.name, there
+  )
   # A run has float32 parameters whatever the folder has.
   reference.assert_same_bits(
     reference.restore(there, family),
@@ -108,9 +88,12 @@ def test_which_layers_are_sparse(layers, tmp_path):
   there = theirs.save(tmp_path / 'theirs')
   here = convert.convert(there, str(tmp_path / 'ours'), to='t5x_lite')
   back = convert.convert(here.path, str(tmp_path / 'back'), to='hugging_face')
-  assert _tensors(back.path) == _tensors(there)
+  assert reference.tensor_bits(back.path) == reference.tensor_bits(there)
   model = reference.load_theirs(f'{theirs.name}/back', back.path, reference.FAMILIES['switch'])
-  assert model.config['encoder_sparse_step'] == _config(theirs.name, there)['encoder_sparse_step']
+  assert (
+    model.config['encoder_sparse_step']
+    == reference.config_of(theirs.name, there)['encoder_sparse_step']
+  )
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
@@ -118,7 +101,9 @@ def test_rounding_is_that_of_pytorch(dtype, tmp_path):
   model = reference.hf_model(reference.FAMILIES['t5_1_0'])
   there = model.save(tmp_path / 'theirs')
   cast = convert.convert(there, str(tmp_path / 'cast'), to='hugging_face', dtype=dtype).path
-  assert _tensors(cast) == _tensors(model.cast(dtype).save(tmp_path / 'want'))
+  assert reference.tensor_bits(cast) == reference.tensor_bits(
+    model.cast(dtype).save(tmp_path / 'want')
+  )
   loaded = reference.load_theirs(f't5_1_0/cast_{dtype}', cast, reference.FAMILIES['t5_1_0'])
   assert loaded.notes['dtype'] == dtype
 
@@ -139,8 +124,10 @@ def test_theirs_to_t5x_and_back(name, layout, tmp_path):
   here = convert.convert(there, str(tmp_path / 'ours'), to='t5x', param_layout=layout)
   assert (here.format, here.param_layout) == ('t5x', layout)
   back = convert.convert(here.path, str(tmp_path / 'back'), to='hugging_face')
-  assert _tensors(back.path) == _tensors(there)
-  assert _config(f'{model.name}/back_from_t5x', back.path) == _config(model.name, there)
+  assert reference.tensor_bits(back.path) == reference.tensor_bits(there)
+  assert reference.config_of(f'{model.name}/back_from_t5x', back.path) == reference.config_of(
+    model.name, there
+  )
 
 
 def test_a_folder_as_they_were_published_first(tmp_path):

@@ -39,7 +39,8 @@ def _clear():
 
 
 def test_every_file_is_here():
-  dense = ('t5_', 'byt5_', 'mt5_', 'umt5_', 'decoder_only', 'encoder_decoder', 'sparse_')
+  dense = ('t5_', 'byt5_', 'mt5_', 'umt5_', 'codet5', 'madlad400_', 'flan_', 'decoder_only')
+  dense += ('encoder_decoder', 'sparse_')
   found = {
     name.removeprefix('models/').removesuffix('.gin')
     for name in gin_syntax.packaged_files('models')

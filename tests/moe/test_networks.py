@@ -154,6 +154,13 @@ def test_without_sparse_layers_the_network_is_the_dense_one():
   assert programs[0] == programs[1]
 
 
+def test_norms_next_to_experts_add_the_epsilon_of_the_network():
+  config = cases.tiny_config(num_decoder_layers=2, layer_norm_epsilon=1e-3)
+  for module in (_transformer(_block(), config), _decoder_only(_block(), layer_norm_epsilon=1e-3)):
+    found = cases.norm_epsilons(module, _batch_of(module))
+    assert len(found) > 4 and set(found) == {1e-3}
+
+
 def test_blocks_are_equal_if_their_options_are():
   layout = dict(num_encoder_layers=2, num_encoder_sparse_layers=1)
   first, second = (

@@ -55,9 +55,30 @@ MUTANTS = (
   Mutant(
     'an_index_may_lack_any_tensor',
     't5x_lite/checkpoints/hugging_face/tensor_files.py',
-    'listed -= self._tied - set(entries)',
-    'listed &= set(entries)',
+    'listed = names[file] - absent',
+    'listed = names[file] & set(entries)',
     'tests/checkpoints/hugging_face/test_tensor_files.py::test_an_index_may_name_shared_tensors_that_no_file_holds',
+  ),
+  Mutant(
+    'metadata_name_no_tensors_of_an_index',
+    't5x_lite/checkpoints/hugging_face/tensor_files.py',
+    'absent = (self._tied | set(metadata)) - set(stored)',
+    'absent = self._tied - set(stored)',
+    'tests/checkpoints/hugging_face/test_folder.py::test_tied_norms_are_read_by_the_metadata',
+  ),
+  Mutant(
+    'an_epsilon_is_that_of_t5',
+    't5x_lite/checkpoints/hugging_face/architecture.py',
+    '      layer_norm_epsilon=self.layer_norm_epsilon,\n',
+    '',
+    'tests/checkpoints/hugging_face/test_config_json.py::test_epsilon_of_the_norms',
+  ),
+  Mutant(
+    'a_checkpoint_may_have_another_epsilon',
+    't5x_lite/apps/common/starting_point.py',
+    'if network and epsilon != config.layer_norm_epsilon:',
+    'if False:',
+    'tests/checkpoints/sources/test_sources.py::test_a_network_with_another_epsilon_is_rejected',
   ),
   Mutant(
     'a_checkpoint_is_not_named_by_its_index',

@@ -252,6 +252,13 @@ MUTANTS = (
     'tests/networks/test_t5.py::test_tied_logits_are_scaled_and_untied_have_a_kernel',
   ),
   Mutant(
+    'the_last_norm_has_the_epsilon_of_t5',
+    't5x_lite/networks/stacks.py',
+    "y = layer_norm(cfg, 'decoder_norm')(y)",
+    "y = layers.LayerNorm(dtype=cfg.dtype, name='decoder_norm')(y)",
+    'tests/networks/test_t5.py::test_every_norm_adds_the_epsilon_of_the_network',
+  ),
+  Mutant(
     'gradients_of_chunks_ignore_the_later_gradient',
     't5x_lite/models/token_losses.py',
     '(hidden_bar * loss_bar).astype',

@@ -4,10 +4,12 @@ from collections.abc import Callable
 import functools
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from t5x_lite import layers
 from t5x_lite import losses
 from t5x_lite import tree_utils
 from t5x_lite.networks import t5
@@ -82,6 +84,20 @@ def tiny_batch(
     encoder_input_tokens=inputs, decoder_input_tokens=shifted, decoder_target_tokens=targets
   )
   return {key: jnp.asarray(value, jnp.int32) for key, value in arrays.items()}
+
+
+def norm_epsilons(module: nn.Module, batch: dict[str, jax.Array]) -> list[float]:
+  """Return the epsilon of every norm that a network of T5's layers applies."""
+  found = []
+
+  def record(call, args, kwargs, context):
+    if isinstance(context.module, layers.LayerNorm):
+      found.append(context.module.epsilon)
+    return call(*args, **kwargs)
+
+  with nn.intercept_methods(record):
+    jax.eval_shape(functools.partial(module.init, **batch, enable_dropout=False), jax.random.key(0))
+  return found
 
 
 def jit(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:

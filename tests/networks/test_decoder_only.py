@@ -347,6 +347,7 @@ def test_config():
     ({'mlp_activations': ('gelu', 'liner')}, "mean 'linear'"),
     ({'dropout_rate': 1.0}, 'dropout_rate` .*got 1.0'),
     ({'attention_kernel': 'cudnn'}, "set dtype='bfloat16'"),
+    ({'layer_norm_epsilon': 1.0}, 'layer_norm_epsilon` must be .*got 1.0'),
     ({'scale_tied_logits': False}, 'scale_tied_logits` must be one of True, got False'),
   ):
     with pytest.raises(ConfigError, match=message):
@@ -364,6 +365,12 @@ class _Factor(nn.Module):
 def _factor_in_layer_1(stack, layer):
   assert stack == 'decoder'
   return (lambda config, name: _Factor(name=name)) if layer == 1 else t5.dense_feed_forward
+
+
+def test_every_norm_adds_the_epsilon_of_the_network():
+  config = _config(layer_norm_epsilon=1e-3)
+  found = cases.norm_epsilons(decoder_only.DecoderWrapper(config), _batch())
+  assert len(found) == 2 + 1 and set(found) == {1e-3}
 
 
 def test_the_feed_forward_block_is_an_argument():

@@ -208,11 +208,20 @@ def test_layers_start_different_and_the_layout_does_not_change_the_start():
       {'scale_tied_logits': False},
       '`T5Config.scale_tied_logits` must be .*False needs logits_via_embedding',
     ),
+    ({'layer_norm_epsilon': 0.0}, r'layer_norm_epsilon` must be a number in \[1e-12, 1\), got 0.0'),
   ],
 )
 def test_unsupported_options_raise(fields, message):
   with pytest.raises(ConfigError, match=message):
     cases.tiny_config(**fields)
+
+
+@pytest.mark.parametrize('layout', ['t5', 'scalable_t5'])
+def test_every_norm_adds_the_epsilon_of_the_network(layout):
+  config = cases.tiny_config(param_layout=layout, layer_norm_epsilon=1e-3)
+  found = cases.norm_epsilons(t5.Transformer(config), cases.tiny_batch())
+  # Equal layers are traced once.
+  assert len(found) == 2 + 3 + 2 and set(found) == {1e-3}
 
 
 @pytest.mark.parametrize(

@@ -742,6 +742,18 @@ def test_weights_families():
   }
 
 
+def test_weights_models():
+  families, files = set(), set()
+  for _, family, _, gin_files, compared in _weights_table('weights models'):
+    families |= set(_names(family))
+    assert compared
+    for name in _names(gin_files):
+      stem, _, sizes = name.removesuffix('.gin').partition('{')
+      files |= {f'{stem}{size}.gin' for size in sizes.rstrip('}').split(',')}
+  assert families <= set(hugging_face.FAMILIES)
+  assert files <= set(gin_syntax.packaged_files())
+
+
 def test_weights_forms():
   rows = _weights_table('weights forms')
   assert {_names(row[0])[0] for row in rows} == set(checkpoint_sources.FORMATS)

@@ -4,9 +4,11 @@ The files were recorded at commit cfdc05c, before the packages were rearranged, 
 """
 
 import pathlib
+import tarfile
 
 import pytest
 
+from t5x_lite import checkpoints
 from t5x_lite import gin_utils
 from t5x_lite.command_line import cli
 
@@ -71,6 +73,21 @@ def test_evaluates_and_resumes(name, tmp_path, capsys):
     f'{run}/checkpoint_{first_step + 1} (this run) at step {first_step + 1}'
     in capsys.readouterr().err
   )
+
+
+def test_a_stored_checkpoint_resumes(tmp_path, capsys):
+  """Of commit 0d32c1cf, whose manifests lack the epsilon of norms."""
+  run = tmp_path / 'run'
+  with tarfile.open(_FOLDER.parents[1] / 'data' / 'run_before_special_ids.tar.gz') as archive:
+    archive.extractall(run, filter='data')
+  before = checkpoints.read_metadata(run / 'checkpoint_2')['network']
+  assert 'layer_norm_epsilon' not in before
+  flags = [f'--gin.train_script.train.{part}_eval_dataset_cfg=None' for part in ('train', 'infer')]
+  flags += [f"--gin.MODEL_DIR='{run}'", '--gin.TRAIN_STEPS=3']
+  assert cli.main(['train', f'--gin_file={run}/config.gin', *flags]) == 0, capsys.readouterr().err
+  assert f'{run}/checkpoint_2 (this run) at step 2' in capsys.readouterr().err
+  after = checkpoints.read_metadata(run / 'checkpoint_3')['network']
+  assert after.items() >= before.items() and after['layer_norm_epsilon'] == 1e-6
 
 
 def _small(name):

@@ -332,7 +332,7 @@ def check_start(
   chain = start.chain
   for path in start.paths_of_models:
     if config is not None:
-      _check_tied_logits(path, config, checkpoints.read_metadata(path).get('network') or {})
+      _check_unseen_fields(path, config, checkpoints.read_metadata(path).get('network') or {})
   if any(builder.needs_values for builder in chain) and not applies_transforms:
     return None
   saved_with = None
@@ -458,15 +458,23 @@ def _slots(names: Iterable[str]) -> set[str]:
   return found
 
 
-def _check_tied_logits(path: str, config: StackConfig, network: Mapping[str, Any]) -> None:
-  """Raise CheckpointError if the checkpoint has another scale of tied logits, which no shape shows."""
+def _check_unseen_fields(path: str, config: StackConfig, network: Mapping[str, Any]) -> None:
+  """Raise CheckpointError if the checkpoint records other values of fields that no shape shows."""
+  owner = type(config).__name__
+  # Older checkpoints lack the field, and other formats have no metadata of the network.
+  epsilon = network.get('layer_norm_epsilon', StackConfig.layer_norm_epsilon)
+  if network and epsilon != config.layer_norm_epsilon:
+    raise CheckpointError(
+      f'`{owner}.layer_norm_epsilon` must be {epsilon} for {path!r}, whose norms add this constant, got '
+      f'{config.layer_norm_epsilon}. Set it to {epsilon}.'
+    )
   if not (config.logits_via_embedding and network.get('logits_via_embedding')):
     return
   scaled = bool(network.get('scale_tied_logits', True))  # Older checkpoints lack the field.
   if scaled != config.scale_tied_logits:
     how = 'scaled' if scaled else 'not scaled'
     raise CheckpointError(
-      f'`{type(config).__name__}.scale_tied_logits` must be {scaled} for {path!r}, whose tied logits '
+      f'`{owner}.scale_tied_logits` must be {scaled} for {path!r}, whose tied logits '
       f'are {how}, got {config.scale_tied_logits}. Set it to {scaled}.'
     )
 

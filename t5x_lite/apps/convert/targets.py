@@ -25,6 +25,7 @@ from t5x_lite.checkpoints import hugging_face
 from t5x_lite.checkpoints import sources
 from t5x_lite.checkpoints import streaming
 from t5x_lite.networks.t5_config import PARAM_LAYOUTS
+from t5x_lite.networks.t5_config import StackConfig
 from t5x_lite.storage import files
 
 MakeFn = Callable[[str], np.ndarray]
@@ -251,6 +252,12 @@ class T5xTarget(StateTarget):
         'Warning: the tied logits of this network are not scaled (scale_tied_logits=False), which this format '
         "does not record. T5X's networks divide tied logits by sqrt(emb_dim): for them, multiply "
         'decoder/decoder_norm/scale by sqrt(emb_dim).'
+      )
+    epsilon = network.get('layer_norm_epsilon', StackConfig.layer_norm_epsilon)
+    if epsilon != StackConfig.layer_norm_epsilon:
+      remarks.append(
+        f'Warning: the norms of this network add {epsilon} (layer_norm_epsilon), which this format does not record. '
+        f"T5X's networks add {StackConfig.layer_norm_epsilon}: their results differ."
       )
     return remarks
 

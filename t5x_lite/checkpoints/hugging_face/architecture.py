@@ -32,7 +32,7 @@ class Architecture:
     relpos_per_layer: True if every layer has a table of relative position biases, as in umT5.
     relpos_num_buckets: buckets of such a table.
     relpos_max_distance: tokens; all larger distances share the last bucket.
-    layer_norm_epsilon: added to the mean square; always 1e-6 in our networks.
+    layer_norm_epsilon: constant that norms add to the mean square.
     num_experts: experts of a sparse layer; 0 for a dense network.
     sparse_encoder_layers: indices of the sparse layers, ascending.
     sparse_decoder_layers: indices of the sparse layers, ascending.
@@ -189,6 +189,7 @@ class Architecture:
       mlp_activations=self.mlp_activations,
       logits_via_embedding=self.logits_via_embedding,
       scale_tied_logits=self.scale_tied_logits,
+      layer_norm_epsilon=self.layer_norm_epsilon,
       relpos_bias_tables='per_layer' if self.relpos_per_layer else 'per_stack',
       num_relpos_buckets=self.relpos_num_buckets,
       max_relpos_distance=self.relpos_max_distance,

@@ -6,6 +6,8 @@ from, as in transformers.
 """
 
 from collections.abc import Mapping
+import functools
+import logging
 from typing import Any
 
 from t5x_lite import checks
@@ -50,6 +52,7 @@ _DEFAULTS = {
   'umt5': {'feed_forward_proj': 'gated-gelu', 'tie_word_embeddings': False},
   'switch_transformers': {'tie_word_embeddings': True},
 }
+# transformers' default of a missing key.
 _LAYER_NORM_EPSILON = 1e-6
 # Much more than any model has: a damaged file must not fill the memory with names.
 _MAX_LAYERS = 10_000
@@ -70,25 +73,29 @@ _OTHER_HEADS = (
 )
 
 
-def _has_language_model_head(architectures: Any) -> bool:
-  if isinstance(architectures, list | tuple):
-    names = architectures
-  else:
-    names = (architectures,)
-  return not any(str(name).endswith(_OTHER_HEADS) for name in names)
+def _other_heads(architectures: Any) -> list[str]:
+  """Return the classes, among those of config.json, that have no language model head."""
+  names = architectures if isinstance(architectures, list | tuple) else (architectures,)
+  return [str(name) for name in names if str(name).endswith(_OTHER_HEADS)]
+
+
+def _head_remedy(architectures: Any) -> str:
+  other = ' and '.join(_other_heads(architectures))
+  return f'Our networks have no head of {other}: choose a folder of T5ForConditionalGeneration.'
 
 
 _TYPE_EXPECTATIONS = {
+  # Before `is_encoder_decoder`, which says less about the folder of an encoder.
+  'architectures': Expectation(
+    'a model ForConditionalGeneration',
+    lambda architectures: not _other_heads(architectures),
+    _head_remedy,
+  ),
   'model_type': checks.one_of(MODEL_TYPES, 'Choose a model of the T5 family.'),
   'is_encoder_decoder': Expectation(
     'true', lambda value: value is not False, 'Choose an encoder-decoder.'
   ),
   'is_decoder': Expectation('false', lambda value: value is not True, 'Choose an encoder-decoder.'),
-  'architectures': Expectation(
-    'a model ForConditionalGeneration',
-    _has_language_model_head,
-    'Our networks have no other heads.',
-  ),
   'quantization_config': Expectation(
     'empty',
     lambda value: not value,
@@ -96,9 +103,6 @@ _TYPE_EXPECTATIONS = {
   ),
 }
 _FIELD_EXPECTATIONS = {
-  'layer_norm_epsilon': Expectation(
-    f'{_LAYER_NORM_EPSILON}, as in our norms', lambda value: value == _LAYER_NORM_EPSILON
-  ),
   'pad_token_id': Expectation('0, the padding of our networks', lambda value: value in (0, None)),
   'decoder_start_token_id': Expectation(
     '0, the first input of our decoders', lambda value: value in (0, None)
@@ -286,7 +290,7 @@ def fields_of_config(config: Mapping[str, Any], has_head: bool | None = None) ->
     CheckpointError: our networks cannot express the model, or the file lacks a required key.
   """
   kind = model_type(config)
-  defaults = {'layer_norm_epsilon': _LAYER_NORM_EPSILON, 'router_dtype': 'float32'}
+  defaults = {'router_dtype': 'float32'}
   values = {key: config.get(key, defaults.get(key)) for key in _FIELD_EXPECTATIONS}
   if kind != 'switch_transformers':
     values['router_dtype'] = 'float32'  # others have no routers
@@ -307,7 +311,9 @@ def fields_of_config(config: Mapping[str, Any], has_head: bool | None = None) ->
     'relpos_per_layer': kind == 'umt5',
     'relpos_num_buckets': _integer(config, 'relative_attention_num_buckets', 32),
     'relpos_max_distance': _integer(config, 'relative_attention_max_distance', 128),
-    'layer_norm_epsilon': _LAYER_NORM_EPSILON,
+    'layer_norm_epsilon': float(
+      _number(config, 'layer_norm_epsilon', _LAYER_NORM_EPSILON, at_least=1e-12, below=1)
+    ),
   }
   if kind == 'switch_transformers':
     fields |= _sparse_fields(config, num_layers)
@@ -343,6 +349,20 @@ def sparse_step(num_layers: int, layers: tuple[int, ...]) -> int | None:
     if sparse_layers(num_layers, step) == layers:
       return step
   return None
+
+
+def log_open_fields(config: Mapping[str, Any], folder: files.Path) -> None:
+  """Log, once for a folder, the value of a field that its `config` has as null."""
+  if config.get('layer_norm_epsilon', 0) is None:
+    _log_null_epsilon(str(folder))
+
+
+# A run opens its folder several times.
+@functools.cache
+def _log_null_epsilon(folder: str) -> None:
+  logging.getLogger(__name__).info(
+    '%s: layer_norm_epsilon of config.json is null: the norms add %s.', folder, _LAYER_NORM_EPSILON
+  )
 
 
 def read(folder: files.Path, name: str) -> dict[str, Any]:

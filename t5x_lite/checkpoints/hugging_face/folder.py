@@ -71,6 +71,7 @@ class HuggingFaceFolder:
     self.config = self._read_config()
     with self._named():
       config_json.model_type(self.config)
+    config_json.log_open_fields(self.config, self.path)
     self.tensors = SafetensorsFolder(self.path, tied=(SHARED, *names.EMBEDDING_DUPLICATES, LM_HEAD))
     self.family = families.family_of(self.config)
     with self._named():
@@ -146,7 +147,7 @@ class HuggingFaceFolder:
     """Raise if names, shapes or dtypes differ from those of the architecture."""
     entries = self.tensors.entries
     problems = []
-    used = {*names.IGNORED, *self._embeddings}
+    used = {*names.IGNORED, *self._embeddings, *self.tensors.aliases}
     for rule in self._by_name.values():
       used.update(rule.theirs)
       dtypes = {entries[name].dtype for name in rule.theirs if name in entries}

@@ -43,6 +43,20 @@ VOCAB_SIZES: Mapping[str, int] = {
   'byt5': 384,
   'switch': 32128,
 }
+# Published models that have the form of a family and sizes or options of their own, by the name of their file.
+FORMS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+  't5_1_0': {
+    'flan_ul2': {
+      'sizes': (4096, 16, 256, 16384, 32, 32),
+      'mlp_activations': ('silu', 'linear'),
+    },
+  },
+  't5_1_1': {
+    'madlad400_3b': {'sizes': (1024, 16, 128, 8192, 32, 32), 'vocab_size': 256000},
+    'madlad400_7b': {'sizes': (2048, 16, 128, 8192, 48, 48), 'vocab_size': 256000},
+    'madlad400_10b': {'sizes': (2048, 32, 128, 16384, 32, 32), 'vocab_size': 256000},
+  },
+}
 _SIZE_FIELDS = (
   'emb_dim',
   'num_heads',
@@ -90,44 +104,53 @@ def suggest_gin(architecture: Architecture, family: Family) -> GinSuggestion:
     architecture: architecture of the network.
     family: family of the files and of the vocabulary.
   """
-  wanted = tuple(getattr(architecture, name) for name in _SIZE_FIELDS)
-  sizes = SIZES[family.name]
-  # The size with the most equal dims; the first of several.
-  size = max(sizes, key=lambda name: sum(map(int.__eq__, sizes[name], wanted)))
-  released = _released(family, sizes[size])
   differing = {
-    name: value
-    for name, value in architecture.network_config_kwargs().items()
-    if name in released and value != released[name]
+    name: {
+      field: value
+      for field, value in architecture.network_config_kwargs().items()
+      if field in released and value != released[field]
+    }
+    for name, released in _released(family).items()
   }
+  # The file with the fewest differences; the first of several.
+  file = min(differing, key=lambda name: len(differing[name]))
   bindings = []
-  for name, value in differing.items():
+  for name, value in differing[file].items():
     of_layers = family.is_sparse and name in ('num_encoder_layers', 'num_decoder_layers')
     bindings.append(
       f'{name.upper()}={value}' if of_layers else f'network.T5Config.{name}={value!r}'
     )
   problem = None
   if family.is_sparse:
-    more, problem = _sparse(architecture, sizes[size])
+    more, problem = _sparse(architecture, SIZES[family.name][file.removeprefix('switch_')])
     bindings += more
   return GinSuggestion(
-    file=f'models/{family.name}_{size}.gin',
+    file=f'models/{file}.gin',
     bindings=tuple(bindings),
     problem=problem,
     files_after_run=(_EXPERTS_FILE,) if architecture.num_experts else (),
   )
 
 
-def _released(family: Family, size: tuple[int, ...]) -> dict[str, Any]:
-  """Return the arguments of `T5Config` in the model file of a size."""
+def _released(family: Family) -> dict[str, dict[str, Any]]:
+  """Return the arguments of `T5Config` in the model files of a family, by the name of the file."""
   tied = family.name in ('t5_1_0', 'switch')
-  return dict(zip(_SIZE_FIELDS, size, strict=True)) | {
+  common = {
     'vocab_size': VOCAB_SIZES[family.name],
     'logits_via_embedding': tied,
     'scale_tied_logits': True,
+    'layer_norm_epsilon': 1e-6,
     'mlp_activations': ('relu',) if tied else ('gelu', 'linear'),
     'num_relpos_buckets': 32,
     'max_relpos_distance': 128,
+  }
+  files: dict[str, Mapping[str, Any]] = {
+    f'{family.name}_{size}': {'sizes': sizes} for size, sizes in SIZES[family.name].items()
+  }
+  files.update(FORMS.get(family.name, {}))
+  return {
+    name: {**common, **own, **dict(zip(_SIZE_FIELDS, own['sizes'], strict=True))}
+    for name, own in files.items()
   }
 
 

@@ -73,6 +73,7 @@ def network_config(
     family = read.family
   else:
     config = config_json.read(path, CONFIG_FILE)
+    config_json.log_open_fields(config, path)
     architecture = Architecture.from_config_json(config)
     family = family_of(config)
   if architecture.num_experts:

@@ -230,11 +230,23 @@ def _read_object(path: 'object_store.StorePath', begin: int, end: int) -> np.nda
   return values
 
 
+def _shared(
+  names: Collection[str], stored: Mapping[str, TensorEntry], metadata: Mapping[str, Any]
+) -> dict[str, TensorEntry]:
+  """Return those of `names` that are not stored and by the metadata share the values of a stored tensor."""
+  return {
+    name: stored[metadata[name]]
+    for name in set(metadata).intersection(names).difference(stored)
+    if isinstance(metadata[name], str) and metadata[name] in stored
+  }
+
+
 class SafetensorsFolder:
   """The tensors of a folder with `model.safetensors`, or with shards and their index.
 
   Attributes:
     entries: location of each tensor by name.
+    aliases: names in `entries` that no file holds; the metadata of a file name the tensor whose values they share.
   """
 
   def __init__(self, path: files.PathLike, tied: Collection[str] = ()):
@@ -243,7 +255,7 @@ class SafetensorsFolder:
     Args:
       path: path of the folder.
       tied: names of tensors that may share their values with another tensor. Such a tensor need not be stored although
-        the index has its name; it has the values of another one if the metadata of a file says so.
+        the index has its name.
 
     Raises:
       CheckpointError: the safetensors are missing or damaged, or the index does not fit the shards.
@@ -251,13 +263,21 @@ class SafetensorsFolder:
     self._path = files.path(path)
     self._tied = frozenset(tied)
     if (self._path / SINGLE_FILE).exists():
-      self.entries = self._with_shared(*_read_file(self._path / SINGLE_FILE))
+      stored, shared = self._read_single()
     elif (self._path / INDEX_FILE).exists():
-      self.entries = self._read_shards()
+      stored, shared = self._read_shards()
     else:
       raise CheckpointError(self._explain_absence())
+    self.entries = stored | shared
+    self.aliases = frozenset(shared)
 
-  def _read_shards(self) -> dict[str, TensorEntry]:
+  def _read_single(self) -> tuple[dict[str, TensorEntry], dict[str, TensorEntry]]:
+    """Return (stored tensors, shared tensors that are not stored)."""
+    stored, metadata = _read_file(self._path / SINGLE_FILE)
+    return stored, _shared(self._tied, stored, metadata)
+
+  def _read_shards(self) -> tuple[dict[str, TensorEntry], dict[str, TensorEntry]]:
+    """Return (stored tensors, shared tensors that are not stored)."""
     weight_map = config_json.read(self._path, INDEX_FILE).get('weight_map')
     if not isinstance(weight_map, dict) or not weight_map:
       raise self._invalid_index('weight_map must be an object from tensor names to files')
@@ -268,36 +288,26 @@ class SafetensorsFolder:
     for file in shards:
       if not (self._path / file).is_file():
         raise self._invalid_index(f'the file {file} is missing')
-    result: dict[str, TensorEntry] = {}
+    stored: dict[str, TensorEntry] = {}
     metadata: dict[str, Any] = {}
-    paths = [self._path / file for file in shards]
+    contents = files.each(_read_file, [self._path / file for file in shards])
+    for entries, own_metadata in contents:
+      stored |= entries
+      metadata |= own_metadata
     names: dict[str, set[str]] = {}
     for name, file in weight_map.items():
       names.setdefault(str(file), set()).add(name)
-    for file, (entries, own_metadata) in zip(shards, files.each(_read_file, paths), strict=True):
-      listed = names[file]
-      # The index that Hugging Face's conversion writes also has the names of shared tensors, which no file holds.
-      listed -= self._tied - set(entries)
+    # The index that Hugging Face's conversion writes also has the names of shared tensors, which no file holds.
+    absent = (self._tied | set(metadata)) - set(stored)
+    for file, (entries, _) in zip(shards, contents, strict=True):
+      listed = names[file] - absent
       if listed != set(entries):
         lacking = sorted(listed - set(entries))[:3]
         surplus = sorted(set(entries) - listed)[:3]
         raise self._invalid_index(
           f'{file} lacks the tensors {lacking} and has {surplus}, which are not in the index'
         )
-      result |= entries
-      metadata |= own_metadata
-    return self._with_shared(result, metadata)
-
-  def _with_shared(
-    self, entries: dict[str, TensorEntry], metadata: Mapping[str, Any]
-  ) -> dict[str, TensorEntry]:
-    """Add the tied tensors that are not stored, and share the values of a stored one according to the metadata."""
-    shared = {
-      name: entries[metadata[name]]
-      for name in self._tied.intersection(metadata).difference(entries)
-      if isinstance(metadata[name], str) and metadata[name] in entries
-    }
-    return entries | shared
+    return stored, _shared(self._tied | set(weight_map), stored, metadata)
 
   def _invalid_index(self, problem: str) -> CheckpointError:
     return CheckpointError(

@@ -56,6 +56,18 @@ def test_tied_logits_that_are_not_scaled_stay_one_array(tmp_path):
   assert last.architecture.logits_via_embedding and last.architecture.scale_tied_logits
 
 
+def test_the_epsilon_of_norms_is_kept(tmp_path):
+  folder, _ = given.folder(tmp_path / 'folder', layer_norm_epsilon=1e-5)
+  ours = convert.convert(folder, str(tmp_path / 'ours'), to='t5x_lite')
+  assert checkpoints.read_metadata(ours.path)['network']['layer_norm_epsilon'] == 1e-5
+  assert '--gin.network.T5Config.layer_norm_epsilon=1e-05' in convert_report.describe(ours)
+  back = convert.convert(ours.path, str(tmp_path / 'back'), to='hugging_face')
+  assert back.architecture.layer_norm_epsilon == 1e-5
+  # T5X's form has no place to say it.
+  theirs = convert.convert(ours.path, str(tmp_path / 't5x'), to='t5x')
+  assert any('the norms of this network add 1e-05' in note for note in theirs.notes)
+
+
 def test_layouts_and_back_with_moments_and_average(tmp_path):
   state = given.make_state() | _trees_like_params(
     'state/param_states/0/mu/', 'state/param_states/0/nu/', 'param_average/'

@@ -73,6 +73,7 @@ def random_architecture(seed: int) -> Architecture:
     relpos_per_layer=kind == 'per_layer',
     relpos_num_buckets=rng.choice([4, 8, 32]),
     relpos_max_distance=rng.choice([64, 128]),
+    layer_norm_epsilon=rng.choice([1e-6, 1e-5]),
     **fields,
   )
   unscaled = architecture.logits_via_embedding and rng.random() < 0.3

@@ -57,7 +57,11 @@ def test_names_and_shapes_tell_the_architecture(seed):
   assert Architecture.from_shapes(shapes, dataclasses.asdict(expected)) == expected
   usual = ('relu',) if len(arch.mlp_activations) == 1 else ('gelu', 'linear')
   assert Architecture.from_shapes(shapes) == dataclasses.replace(
-    expected, mlp_activations=usual, relpos_max_distance=128, scale_tied_logits=True
+    expected,
+    mlp_activations=usual,
+    relpos_max_distance=128,
+    layer_norm_epsilon=1e-6,
+    scale_tied_logits=True,
   )
 
 

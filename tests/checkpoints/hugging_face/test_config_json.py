@@ -213,6 +213,17 @@ def test_a_tied_mt5_of_old_is_rejected_as_versions_differ():
     config_json.output_head(config, False)
 
 
+@pytest.mark.parametrize('value, expected', [(1e-5, 1e-5), (None, 1e-6), ('missing', 1e-6)])
+def test_epsilon_of_the_norms(value, expected):
+  config = _OLD_T5 | {'layer_norm_epsilon': value}
+  if value == 'missing':
+    del config['layer_norm_epsilon']
+  arch = Architecture.from_config_json(config)
+  assert arch.layer_norm_epsilon == expected
+  assert arch.network_config_kwargs()['layer_norm_epsilon'] == expected
+  assert arch.to_config_json(FAMILIES['t5_1_0'])['layer_norm_epsilon'] == expected
+
+
 @pytest.mark.parametrize(
   'changes, encoder, decoder',
   [
@@ -240,10 +251,18 @@ def test_which_layers_of_a_switch_transformer_are_sparse(changes, encoder, decod
     (_OLD_T5 | {'model_type': None, 'architectures': ['LlamaForCausalLM']}, 'model_type.*got None'),
     (_OLD_T5 | {'is_encoder_decoder': False}, 'is_encoder_decoder.*got False'),
     (_OLD_T5 | {'is_decoder': True}, 'is_decoder.*got True'),
-    (_OLD_T5 | {'architectures': ['T5EncoderModel']}, 'T5EncoderModel'),
-    (_OLD_T5 | {'architectures': ['T5ForSequenceClassification']}, 'T5ForSequenceClassification'),
+    (
+      _OLD_T5 | {'architectures': ['T5EncoderModel'], 'is_encoder_decoder': False},
+      r"`config.json.architectures` must be .*got \['T5EncoderModel'\].* no head of T5EncoderModel",
+    ),
+    (
+      _OLD_T5 | {'architectures': ['MT5ForTokenClassification']},
+      'no head of MT5ForTokenClassification: choose a folder of T5ForConditionalGeneration',
+    ),
     (_OLD_T5 | {'quantization_config': {'load_in_8bit': True}}, 'quantization_config.*Dequantize'),
-    (_OLD_T5 | {'layer_norm_epsilon': 1e-5}, 'layer_norm_epsilon.*got 1e-05'),
+    (_OLD_T5 | {'layer_norm_epsilon': '1e-5'}, "layer_norm_epsilon.*got '1e-5'"),
+    (_OLD_T5 | {'layer_norm_epsilon': 0}, r'layer_norm_epsilon.*\[1e-12, 1\), got 0'),
+    (_OLD_T5 | {'layer_norm_epsilon': True}, 'layer_norm_epsilon.*got True'),
     (_OLD_T5 | {'pad_token_id': 3}, 'pad_token_id.*got 3'),
     (_OLD_T5 | {'eos_token_id': 2}, 'eos_token_id.*got 2'),
     (_OLD_T5 | {'feed_forward_proj': 'gated-mish'}, "got 'gated-mish', with dense_act_fn='mish'"),
@@ -308,6 +327,14 @@ def test_a_written_config_is_read_as_the_same_architecture(seed):
         '--gin_file=models/t5_1_1_small.gin',
         '--gin.network.T5Config.logits_via_embedding=True',
         '--gin.network.T5Config.scale_tied_logits=False',
+      ),
+    ),
+    (
+      Architecture.from_config_json(_OLD_T5 | {'layer_norm_epsilon': 1e-5}),
+      't5_1_0',
+      (
+        '--gin_file=models/t5_1_0_small.gin',
+        '--gin.network.T5Config.layer_norm_epsilon=1e-05',
       ),
     ),
     (

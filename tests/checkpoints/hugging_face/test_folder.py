@@ -1,14 +1,19 @@
 """Hugging Face folders of old and new versions, invalid folders, and folders written by t5x_lite."""
 
 import dataclasses
+import json
+import pathlib
 import re
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
+from t5x_lite.apps.convert import run as convert
 from t5x_lite.checkpoints.hugging_face import FAMILIES
 from t5x_lite.checkpoints.hugging_face import Architecture
 from t5x_lite.checkpoints.hugging_face import HuggingFaceFolder
+from t5x_lite.checkpoints.hugging_face import SafetensorsFolder
 from t5x_lite.checkpoints.hugging_face import is_hugging_face_folder
 from t5x_lite.checkpoints.hugging_face import tensor_files
 from t5x_lite.checkpoints.hugging_face import write_folder
@@ -229,6 +234,89 @@ def test_incomplete_folders_are_rejected(tmp_path):
   (path / 'model.safetensors').rename(path / 'pytorch_model.bin')
   assert is_hugging_face_folder(path)
   with pytest.raises(CheckpointError, match='got only pytorch_model.bin'):
+    HuggingFaceFolder(path)
+
+
+@pytest.mark.parametrize('opened', [HuggingFaceFolder, network_config])
+def test_an_epsilon_that_is_null_is_logged_once_a_folder(tmp_path, caplog, opened):
+  caplog.set_level('INFO')
+  path, _ = folders.make(tmp_path)
+  config = json.loads((path / CONFIG_FILE).read_text())
+  for value in (1e-6, None, None):
+    (path / CONFIG_FILE).write_text(json.dumps({**config, 'layer_norm_epsilon': value}))
+    opened(path)
+  assert [record.message for record in caplog.records] == [
+    f'{path}: layer_norm_epsilon of config.json is null: the norms add 1e-06.'
+  ]
+
+
+def _sharded(tmp_path, family, metadata=None, held='shared.weight', **unheld):
+  """Return (path, our arrays) of a folder in two shards, with further names in its index."""
+  path, ours = folders.make(tmp_path, family)
+  tensors = SafetensorsFolder(path)
+  named = {name: tensors.read(name) for name in tensors.entries}
+  named[held] = named.pop('shared.weight')
+  (path / 'model.safetensors').unlink()
+  weight_map = {}
+  for i, file in enumerate(('a.safetensors', 'b.safetensors')):
+    part = dict(list(named.items())[i::2])
+    cases.write_safetensors(
+      path / file, part, **(metadata or {} if file == 'b.safetensors' else {})
+    )
+    weight_map |= dict.fromkeys(part, file)
+  (path / 'model.safetensors.index.json').write_text(
+    json.dumps({'weight_map': weight_map | unheld})
+  )
+  return path, ours
+
+
+@pytest.mark.parametrize(
+  'family, held, metadata, unheld',
+  [
+    # As the conversion of the hub wrote google/flan-t5-xl.
+    ('t5_1_1', 'shared.weight', dict.fromkeys(_TABLES, 'shared.weight'), _TABLES),
+    ('t5_1_1', 'shared.weight', None, _TABLES),
+    ('t5_1_0', 'shared.weight', None, (*_TABLES, 'lm_head.weight')),
+    ('t5_1_0', 'lm_head.weight', None, ('shared.weight',)),
+    # A name that is not of the table shares the values that the metadata of another shard say.
+    ('t5_1_1', 'shared.weight', {'some.buffer': 'shared.weight'}, ('some.buffer',)),
+  ],
+)
+def test_names_of_an_index_that_no_shard_holds_may_be_tied(
+  tmp_path, family, held, metadata, unheld
+):
+  path, ours = _sharded(tmp_path, family, metadata, held, **dict.fromkeys(unheld, 'a.safetensors'))
+  folders.check(path, ours, cases.BY_FAMILY[family])
+  copy = convert.convert(str(path), str(tmp_path / 'copy'), to='hugging_face')
+  folders.check(pathlib.Path(copy.path), ours, cases.BY_FAMILY[family])
+
+
+def test_tied_norms_are_read_by_the_metadata(tmp_path):
+  norms = ('encoder.final_layer_norm.weight', 'decoder.final_layer_norm.weight')
+
+  def change(tensors):
+    del tensors[norms[1]]
+
+  path, ours = folders.make(tmp_path, change=change)
+  tensors = SafetensorsFolder(path)
+  named = {name: tensors.read(name) for name in tensors.entries}
+  (path / 'model.safetensors').unlink()
+  cases.write_safetensors(path / 'a.safetensors', named, **{norms[1]: norms[0]})
+  index = {'weight_map': dict.fromkeys([*named, norms[1]], 'a.safetensors')}
+  (path / 'model.safetensors.index.json').write_text(json.dumps(index))
+  ours['decoder/decoder_norm/scale'] = ours['encoder/encoder_norm/scale']
+  folders.check(path, ours, cases.SMALL)
+
+
+@pytest.mark.parametrize('name', ['lm_head.weight', 'encoder.final_layer_norm.weight'])
+def test_other_names_of_an_index_that_no_shard_holds_are_missing(tmp_path, name):
+  path, _ = _sharded(tmp_path, 't5_1_1')
+  index = json.loads((path / 'model.safetensors.index.json').read_text())
+  file = path / index['weight_map'][name]
+  part = safetensors.numpy.load_file(file)
+  del part[name]
+  cases.write_safetensors(file, part)
+  with pytest.raises(CheckpointError, match=rf'(missing .*|lacks the tensors.*){name}'):
     HuggingFaceFolder(path)
 
 

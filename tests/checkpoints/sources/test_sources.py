@@ -748,6 +748,7 @@ def test_the_network_is_recorded(tmp_path, layout):
         'num_relpos_buckets': 16,
         'max_relpos_distance': 128,
         'scale_tied_logits': True,
+        'layer_norm_epsilon': 1e-6,
       },
     }
   )
@@ -798,6 +799,30 @@ def test_a_network_with_another_scale_of_tied_logits_is_rejected(tmp_path):
       message = rf'`T5Config.scale_tied_logits` must be {scaled} for .*{path}.*, got {other}\. Set it to {scaled}'
       with pytest.raises(errors.CheckpointError, match=message):
         starting_point.check_start(start, None, models[other])
+
+
+def test_a_network_with_another_epsilon_is_rejected(stored, tmp_path):
+  models = {epsilon: samples.model(layer_norm_epsilon=epsilon) for epsilon in (1e-6, 1e-5)}
+  for epsilon, other in ((1e-6, 1e-5), (1e-5, 1e-6)):
+    write_hugging_face(tmp_path / f'hf_{epsilon}', golden_params(), layer_norm_epsilon=epsilon)
+    network = starting_point.layout_metadata(models[epsilon])['network']
+    if epsilon == 1e-6:
+      del network['layer_norm_epsilon']  # as checkpoints from before this option
+    with checkpoints.CheckpointManager(
+      tmp_path / f'run_{epsilon}', save_cfg=checkpoints.SaveCheckpointConfig()
+    ) as manager:
+      manager.save(
+        1, {'target': {'x': np.zeros(1)}}, metadata={'param_layout': 't5', 'network': network}
+      )
+    for path in (f'hf_{epsilon}', f'run_{epsilon}'):
+      message = rf'`T5Config.layer_norm_epsilon` must be {epsilon} for .*{path}.*, got {other}\. Set it to {epsilon}'
+      with pytest.raises(errors.CheckpointError, match=message):
+        starting_point.check_start(start_from(tmp_path / path, mode='latest'), None, models[other])
+  # T5X's form does not say it.
+  model = models[1e-5]
+  initializer = samples.initializer(model, partitioner())
+  shape = initializer.global_train_state_shape
+  starting_point.check_start(start_from(stored['t5x'][1], mode='specific'), shape, model)
 
 
 class Tower(nn.Module):
