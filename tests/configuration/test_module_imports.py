@@ -68,7 +68,7 @@ if 'tensorflow' in sys.modules:
   'code',
   [
     """
-    from t5x_lite.data import seqio_import
+    from t5x_lite.data.seqio import packages as seqio_import
     import triton._C.libtriton
     """,
     """
