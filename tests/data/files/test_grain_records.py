@@ -1,5 +1,6 @@
 """Array records: writing, reading, damage."""
 
+import importlib
 import json
 import pathlib
 import platform
@@ -10,7 +11,6 @@ import msgpack
 import numpy as np
 import pytest
 
-from t5x_lite import data
 from t5x_lite.command_line import cli
 from t5x_lite.errors import ConfigError, DataError
 from t5x_lite.storage import files
@@ -79,9 +79,10 @@ def test_bad_array_records(tmp_path):
 
 
 def test_without_grain_the_message_names_the_extra(cloze, monkeypatch):
-  for name in [m for m in sys.modules if m.startswith('t5x_lite.data.grain_')]:
-    monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr(data, name.rpartition('.')[2], raising=False)
+  for name in ('t5x_lite.data.files.grain_records', 't5x_lite.data.sources.grain_source'):
+    package, _, module = name.rpartition('.')
+    monkeypatch.delattr(importlib.import_module(package), module, raising=False)
+    monkeypatch.delitem(sys.modules, name, raising=False)
   monkeypatch.setitem(sys.modules, 'grain', None)
   with pytest.raises(ConfigError, match=r"pip install 'grain>=.*--gin.DATA_SOURCE=builtin"):
     cases.open(cases.make_cfg(cloze['jsonl']))
