@@ -51,8 +51,8 @@ CODE := t5x_lite moe tests benchmarks scripts docs setup.py README.md CONTRIBUTI
 FAST_TESTS := \
   tests/configuration/test_validation.py \
   tests/data/sources/test_table.py \
-  tests/data/test_streams.py \
-  tests/data/test_text_sources.py \
+  tests/data/batches/test_streams.py \
+  tests/data/text/test_sources.py \
   tests/data/test_vocabularies.py \
   tests/decoding/test_topk.py \
   tests/evaluation/test_batching.py \

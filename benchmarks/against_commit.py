@@ -117,7 +117,7 @@ def _setup() -> tuple:
   import jax
   import jax.numpy as jnp
 
-  from t5x_lite.trainer import train_step
+  from t5x_lite import train_step  # An earlier version has it at the top.
 
   setup = common.t5_small(
     argparse.Namespace(layers=8, batch=8, inputs=128, targets=64, optimizer='adafactor')

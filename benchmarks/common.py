@@ -117,9 +117,9 @@ def t5_small(args: argparse.Namespace, **config_fields: object) -> types.SimpleN
   from t5x_lite import models
   from t5x_lite import optimizers
   from t5x_lite import partitioning
+  from t5x_lite import state_init  # Earlier versions have it at the top.
   from t5x_lite.data import vocabularies
   from t5x_lite.networks import t5
-  from t5x_lite.trainer import state_init
 
   config = t5.T5Config(
     **{

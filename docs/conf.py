@@ -103,10 +103,10 @@ _MODULES = {
   'Optimizers': ['t5x_lite.optimizers', 't5x_lite.adafactor'],
   'Data and evaluation': [
     't5x_lite.data',
-    't5x_lite.data.positions',
+    't5x_lite.data.batches.positions',
     't5x_lite.data.vocabularies',
     't5x_lite.data.tokenizer_folders',
-    't5x_lite.data.grain_records',
+    't5x_lite.data.files.grain_records',
     't5x_lite.evaluation',
   ],
   'Devices and checkpoints': [

@@ -17,7 +17,7 @@ from t5x_lite import checkpoints
 from t5x_lite import checks
 from t5x_lite import errors
 from t5x_lite.checkpoints import builders
-from t5x_lite.checkpoints import lazy_arrays
+from t5x_lite.checkpoints.restoring import lazy_arrays
 
 
 class UpcycleCheckpointer(checkpoints.Checkpointer):

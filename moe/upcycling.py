@@ -30,7 +30,7 @@ from t5x_lite import checks
 from t5x_lite import errors
 from t5x_lite import tree_utils
 from t5x_lite.checkpoints import builders
-from t5x_lite.checkpoints import lazy_arrays
+from t5x_lite.checkpoints.restoring import lazy_arrays
 from t5x_lite.formatting import first_names
 
 _logger = logging.getLogger(__name__)

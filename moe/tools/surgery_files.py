@@ -161,7 +161,7 @@ def _data_state(source: str, found: checkpoints.Manifest | None) -> dict[str, by
       found.num_data_processes,
     )
     return None
-  from t5x_lite.checkpoints import restore
+  from t5x_lite.checkpoints.restoring import restore
 
   return restore.read_data_state(source, found)
 

@@ -16,7 +16,7 @@ __getattr__, __dir__, __all__ = lazy_names(
       'OrbaxCheckpointManagerInterface',
       'SaveBestCheckpointer',
     ),
-    't5x_lite.checkpoints.choice': (
+    't5x_lite.checkpoints.restoring.choice': (
       'get_first_valid_restore_config_and_paths',
       'newest_of_others',
       'newest_sound_step',
@@ -44,9 +44,9 @@ __getattr__, __dir__, __all__ = lazy_names(
       'pinned_checkpoint_filepath',
       'unpin_checkpoint',
     ),
-    't5x_lite.checkpoints.event_metrics': ('populate_metrics_for_steps',),
+    't5x_lite.checkpoints.saving.event_metrics': ('populate_metrics_for_steps',),
     't5x_lite.checkpoints.folders': ('remove_checkpoint_dir', 'remove_dataset_checkpoint'),
-    't5x_lite.checkpoints.layout': ('param_layout_fns',),
+    't5x_lite.checkpoints.restoring.layout': ('param_layout_fns',),
     't5x_lite.checkpoints.t5x.legacy': (
       'LegacyCheckpointManager',
       'LegacyCheckpointer',
@@ -63,20 +63,20 @@ __getattr__, __dir__, __all__ = lazy_names(
       'load_t5x_checkpoint',
       'register_ts_spec_for_serialization',
     ),
-    't5x_lite.checkpoints.lock': (
+    't5x_lite.checkpoints.locks.lock': (
       'check_is_shared',
       'check_model_dir',
       'ModelDirLock',
       'lock_model_dir',
       'without_links',
     ),
-    't5x_lite.checkpoints.manager': ('CheckpointManager',),
+    't5x_lite.checkpoints.saving.manager': ('CheckpointManager',),
     't5x_lite.checkpoints.manifest': (
       'Manifest',
       'read as read_manifest',
       'verify as verify_checkpoint',
     ),
-    't5x_lite.checkpoints.policies': (
+    't5x_lite.checkpoints.saving.policies': (
       'AnySavePolicy',
       'AtSteps',
       'EveryNMinutes',
@@ -96,7 +96,8 @@ __getattr__, __dir__, __all__ = lazy_names(
       'save_policies_from_config',
       'steps_to_delete',
     ),
-    't5x_lite.checkpoints.restore': (
+    't5x_lite.checkpoints.restoring': ('lazy_arrays', 'restore'),
+    't5x_lite.checkpoints.restoring.restore': (
       'Fit',
       'RestoredCheckpoint',
       'check_fits',
@@ -115,13 +116,13 @@ __getattr__, __dir__, __all__ = lazy_names(
       'open_source',
       'register_state_source',
     ),
-    't5x_lite.checkpoints.spool': ('recover as recover_spooled',),
+    't5x_lite.checkpoints.saving.spool': ('recover as recover_spooled',),
     't5x_lite.checkpoints.train_states': (
       'get_local_data',
       'restore_train_state',
       'save_train_state',
     ),
-    't5x_lite.checkpoints.transforms': (
+    't5x_lite.checkpoints.restoring.transforms': (
       'AcceptsShapes',
       'AssignmentMap',
       'ParameterInfo',

@@ -16,8 +16,8 @@ import numpy as np
 
 from t5x_lite import checks
 from t5x_lite.checkpoints import discovery
-from t5x_lite.checkpoints import transforms
 from t5x_lite.checkpoints.builders import base
+from t5x_lite.checkpoints.restoring import transforms
 from t5x_lite.partitioning import BasePartitioner
 from t5x_lite.train_state import TrainState
 

@@ -17,14 +17,14 @@ import numpy as np
 
 from t5x_lite import checks
 from t5x_lite import multihost
-from t5x_lite.checkpoints import choice
 from t5x_lite.checkpoints import config
 from t5x_lite.checkpoints import discovery
-from t5x_lite.checkpoints import event_metrics
-from t5x_lite.checkpoints import manager
-from t5x_lite.checkpoints import restore
 from t5x_lite.checkpoints import sources
-from t5x_lite.checkpoints import transforms
+from t5x_lite.checkpoints.restoring import choice
+from t5x_lite.checkpoints.restoring import restore
+from t5x_lite.checkpoints.restoring import transforms
+from t5x_lite.checkpoints.saving import event_metrics
+from t5x_lite.checkpoints.saving import manager
 from t5x_lite.networks.t5_config import StackConfig
 from t5x_lite.partitioning import BasePartitioner
 from t5x_lite.storage import files

@@ -52,18 +52,18 @@ CALLED: dict[str, str] = {
   't5x_lite.checkpoints.builders.reading': 'Average Restore Subtree',
   't5x_lite.checkpoints.config': 'CheckpointConfig RestoreCheckpointConfig SaveCheckpointConfig',
   't5x_lite.checkpoints.hugging_face.network': 'network_config',
-  't5x_lite.checkpoints.policies': (
+  't5x_lite.checkpoints.saving.policies': (
     'AnySavePolicy AtSteps EveryNMinutes EveryNSteps KeepAll KeepBest KeepEvery KeepLast '
     'OnRequest WhenBest'
   ),
-  't5x_lite.checkpoints.transforms': 'AssignmentMap',
+  't5x_lite.checkpoints.restoring.transforms': 'AssignmentMap',
   't5x_lite.data.builtin_tasks': 'docs_span_corruption_task keyword_cloze_task text_task',
   't5x_lite.data.config': 'DatasetConfig',
   't5x_lite.data.file_tasks': 'file_task SpanCorruption',
-  't5x_lite.data.synthetic': 'SyntheticFeature SyntheticSource',
-  't5x_lite.data.text_sources': 'TextFileConfig',
+  't5x_lite.data.sources.synthetic': 'SyntheticFeature SyntheticSource',
+  't5x_lite.data.text.sources': 'TextFileConfig',
   't5x_lite.data.tokenizer_folders': 'hugging_face_vocabulary',
-  't5x_lite.data.truncation': 'Truncation',
+  't5x_lite.data.batches.truncation': 'Truncation',
   't5x_lite.data.vocabularies': (
     'ByteVocabulary PassThroughVocabulary round_vocab_size_to_multiple SentencePieceVocabulary'
   ),
@@ -163,8 +163,8 @@ PASSED: dict[str, str] = {
     'Checkpointer OrbaxCheckpointManagerInterface SaveBestCheckpointer'
   ),
   't5x_lite.checkpoints.t5x.legacy': 'LegacyCheckpointer LegacyCheckpointManager',
-  't5x_lite.checkpoints.manager': 'CheckpointManager',
-  't5x_lite.checkpoints.transforms': 'apply_assignment_map',
+  't5x_lite.checkpoints.saving.manager': 'CheckpointManager',
+  't5x_lite.checkpoints.restoring.transforms': 'apply_assignment_map',
   't5x_lite.data.datasets': (
     'get_dataset get_dataset_inner get_training_eval_datasets open_eval_data open_train_data'
   ),
@@ -174,7 +174,7 @@ PASSED: dict[str, str] = {
   ),
   't5x_lite.data.sources.seqio': 'SeqioSource',
   't5x_lite.data.sources.table': 'BuiltinSource GrainSource RandomTableSource TableSource',
-  't5x_lite.data.text_metrics': 'edit_similarity exact_match',
+  't5x_lite.data.text.metrics': 'edit_similarity exact_match',
   't5x_lite.decoding.beam': 'beam_search',
   't5x_lite.decoding.greedy': 'greedy_search',
   't5x_lite.decoding.sampling': 'temperature_sample',

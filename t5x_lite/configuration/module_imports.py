@@ -27,7 +27,7 @@ from t5x_lite.errors import ConfigError
 _logger = logging.getLogger(__name__)
 
 TRUSTED = ('jax', 'flax', 'optax', 'seqio', 't5x_lite', 'moe')
-# Packages that do not import TensorFlow; `data.seqio_import` calls `import_triton_first` itself.
+# Packages that do not import TensorFlow; `data.seqio.packages` calls `import_triton_first` itself.
 _WITHOUT_TENSORFLOW = ('jax', 'flax', 'optax', 't5x_lite', 'moe')
 
 _allowed: tuple[str, ...] | None = None

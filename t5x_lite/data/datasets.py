@@ -9,15 +9,15 @@ import jax
 
 from t5x_lite import checks
 from t5x_lite.compat import names as t5x_names
+from t5x_lite.data.batches.feature_lengths import with_feature_lengths
+from t5x_lite.data.batches.sharded_iterator import as_host_iterator
 from t5x_lite.data.builtin_tasks import check_not_empty
 from t5x_lite.data.config import DatasetConfig
-from t5x_lite.data.feature_lengths import with_feature_lengths
 from t5x_lite.data.interfaces import EvalBatches
 from t5x_lite.data.interfaces import HostIterator
 from t5x_lite.data.iterators import log_seed
 from t5x_lite.data.iterators import open_eval_iterators
 from t5x_lite.data.iterators import open_train_iterator
-from t5x_lite.data.sharded_iterator import as_host_iterator
 from t5x_lite.data.sources.base import get_source
 from t5x_lite.partitioning import DataLayout
 

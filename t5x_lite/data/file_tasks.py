@@ -26,25 +26,25 @@ from typing import Any
 import numpy as np
 
 from t5x_lite import checks
-from t5x_lite.data import philox
-from t5x_lite.data import span_corruption
+from t5x_lite.data.batches import philox
+from t5x_lite.data.batches import span_corruption
+from t5x_lite.data.batches.features import trim
 from t5x_lite.data.builtin_tasks import MEAN_NOISE_SPAN_LENGTH
 from t5x_lite.data.builtin_tasks import NOISE_DENSITY
 from t5x_lite.data.builtin_tasks import BuiltinTask
 from t5x_lite.data.builtin_tasks import ExampleTable
-from t5x_lite.data.features import trim
+from t5x_lite.data.files.records import JsonLines
+from t5x_lite.data.files.records import Records
+from t5x_lite.data.files.records import Where
+from t5x_lite.data.files.records import find_files
+from t5x_lite.data.files.records import parse_json
+from t5x_lite.data.files.records import parse_record
 from t5x_lite.data.interfaces import MetricFn
 from t5x_lite.data.interfaces import identity_postprocess
-from t5x_lite.data.records import JsonLines
-from t5x_lite.data.records import Records
-from t5x_lite.data.records import Where
-from t5x_lite.data.records import find_files
-from t5x_lite.data.records import parse_json
-from t5x_lite.data.records import parse_record
-from t5x_lite.data.text_ids import as_ids
-from t5x_lite.data.text_ids import earlier_vocabulary
-from t5x_lite.data.text_ids import num_sentinels
-from t5x_lite.data.text_ids import spaces_sentinels
+from t5x_lite.data.text.ids import as_ids
+from t5x_lite.data.text.ids import earlier_vocabulary
+from t5x_lite.data.text.ids import num_sentinels
+from t5x_lite.data.text.ids import spaces_sentinels
 from t5x_lite.data.vocabularies import Vocabulary
 from t5x_lite.data.vocabularies import required_eos_id
 from t5x_lite.data.vocabularies import sentinel_id
@@ -416,7 +416,7 @@ def file_task(
   def table_fn(split: str, lengths: Mapping[str, int]) -> FileExamples:
     paths = find_files(splits[split], f'The split {split!r} of the task {name!r}')
     if format == 'array_record':
-      from t5x_lite.data import grain_records
+      from t5x_lite.data.files import grain_records
 
       records: Records = grain_records.ArrayRecords(paths)
       parse_fn = parse_record

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from t5x_lite.data.text_ids import decode_ids
-from t5x_lite.data.truncation import Truncation
+from t5x_lite.data.batches.truncation import Truncation
+from t5x_lite.data.text.ids import decode_ids
 from t5x_lite.data.vocabularies import Vocabulary
 
 # Model feature name to this process's rows: [rows, ...].

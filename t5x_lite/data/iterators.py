@@ -6,8 +6,8 @@ import logging
 from typing import Any
 
 from t5x_lite import checks
+from t5x_lite.data.batches.feature_lengths import with_feature_lengths
 from t5x_lite.data.config import DatasetConfig
-from t5x_lite.data.feature_lengths import with_feature_lengths
 from t5x_lite.data.interfaces import EvalBatches
 from t5x_lite.data.interfaces import EvalTask
 from t5x_lite.data.interfaces import ExampleSource
@@ -144,7 +144,7 @@ def open_example_sources(
     DataError: the task, mixture or split is unknown, or the split is empty.
   """
   if not isinstance(cfg, DatasetConfig):
-    from t5x_lite.data.text_sources import TextSource  # training reads no texts of users
+    from t5x_lite.data.text.sources import TextSource  # training reads no texts of users
 
     return [
       TextSource(

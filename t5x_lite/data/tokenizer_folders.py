@@ -17,11 +17,11 @@ import re
 from typing import Any
 
 from t5x_lite import checks
-from t5x_lite.data import normalization as normalization_lib
-from t5x_lite.data import tokenizer_json
 from t5x_lite.data import vocabularies
-from t5x_lite.data.added_tokens import AddedToken
-from t5x_lite.data.added_tokens import AddedTokensVocabulary
+from t5x_lite.data.text import normalization as normalization_lib
+from t5x_lite.data.text import tokenizer_json
+from t5x_lite.data.text.added_tokens import AddedToken
+from t5x_lite.data.text.added_tokens import AddedTokensVocabulary
 from t5x_lite.data.vocabularies import ByteVocabulary
 from t5x_lite.data.vocabularies import SentencePieceVocabulary
 from t5x_lite.data.vocabularies import Vocabulary
@@ -124,7 +124,7 @@ def hugging_face_vocabulary(
       f'Set library to it, or set {_NO_ADDED_TOKENS}.',
     )
   if library == 'seqio':
-    from t5x_lite.data import seqio_examples  # only this branch needs TensorFlow
+    from t5x_lite.data.seqio import examples as seqio_examples  # only this branch needs TensorFlow
 
     return seqio_examples.as_seqio_vocabulary(vocabulary)
   return vocabulary

@@ -130,7 +130,7 @@ class InferenceEvaluator:
         num_examples=cfg.num_examples,
       )
     else:
-      from t5x_lite.data import seqio_evaluator
+      from t5x_lite.data.seqio import evaluator as seqio_evaluator
 
       self._seqio = seqio_evaluator.SeqioEvaluator(
         inference_evaluator_cls,

@@ -200,7 +200,7 @@ def _value_classes(name: str) -> tuple[type, ...]:
   """Return the classes of this name for metrics: clu's, and seqio's if seqio is imported."""
   classes = [getattr(clu.values, name)]
   if sys.modules.get('seqio') is not None:
-    from t5x_lite.data.seqio_import import seqio
+    from t5x_lite.data.seqio.packages import seqio
 
     classes.append(getattr(seqio.metrics, name))
   return tuple(classes)

@@ -30,10 +30,10 @@ from t5x_lite import multihost
 from t5x_lite import partitioning
 from t5x_lite import schedules
 from t5x_lite.apps.common import starting_point
-from t5x_lite.data import text_examples
-from t5x_lite.data.text_examples import TextExample
-from t5x_lite.data.text_examples import map_over_examples
-from t5x_lite.data.text_examples import over_examples
+from t5x_lite.data.text import examples as text_examples
+from t5x_lite.data.text.examples import TextExample
+from t5x_lite.data.text.examples import map_over_examples
+from t5x_lite.data.text.examples import over_examples
 from t5x_lite.errors import CheckpointError, ConfigError, DataError
 from t5x_lite.interactive import texts as text_inference
 from t5x_lite.interactive.tasks import T5XScriptType

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 import enum
 from typing import Any
 
-from t5x_lite.data import text_examples
-from t5x_lite.data.text_examples import TextExample
+from t5x_lite.data.text import examples as text_examples
+from t5x_lite.data.text.examples import TextExample
 from t5x_lite.errors import ConfigError
 
 
@@ -35,7 +35,7 @@ def get_dataset_from_natural_text_examples(
   Raises:
     DataError: there are no examples, or the preprocessors fail or do not return the features.
   """
-  from t5x_lite.data import seqio_examples
+  from t5x_lite.data.seqio import examples as seqio_examples
 
   return seqio_examples.dataset_from_examples(
     _as_pairs(examples), preprocessors, task_feature_lengths, features
@@ -73,7 +73,7 @@ def get_batches_from_seqio(
   Raises:
     DataError: the task or split is unknown, there are too few examples, or the Task keeps no texts.
   """
-  from t5x_lite.data import seqio_examples
+  from t5x_lite.data.seqio import examples as seqio_examples
 
   return seqio_examples.batches_from_task(
     task_or_mixture_name,
@@ -107,7 +107,7 @@ def get_seqio_task_from_examples(
   Raises:
     ConfigError: the name is registered already, or seqio has no vocabulary equal to the model's.
   """
-  from t5x_lite.data import seqio_examples
+  from t5x_lite.data.seqio import examples as seqio_examples
 
   return seqio_examples.task_from_examples(
     task_name,

@@ -15,9 +15,9 @@ from t5x_lite import data
 from t5x_lite import evaluation
 from t5x_lite import partitioning
 from t5x_lite import tree_utils
-from t5x_lite.data import features as features_lib
-from t5x_lite.data import text_examples
-from t5x_lite.data import text_ids
+from t5x_lite.data.batches import features as features_lib
+from t5x_lite.data.text import examples as text_examples
+from t5x_lite.data.text import ids as text_ids
 from t5x_lite.errors import ConfigError, DataError
 from t5x_lite.models import BaseTransformerModel
 from t5x_lite.train_state import EvaluationState

@@ -17,7 +17,7 @@ class OpenFolder:
   Attributes:
     name: absolute path of the folder on a disk, or its path in an object store.
     guard: held while the folder is locked or released.
-    lock: lock of the folder that this process holds, or None; see `checkpoints.lock`.
+    lock: lock of the folder that this process holds, or None; see `checkpoints.locks.lock`.
     check_fn: function that raises if this process may not write below the folder, or None; see `files.fence`.
     retry_seconds: how long requests to a store are repeated, or None for the default.
     outage: times of the first and of the last failed request since one succeeded, or None.

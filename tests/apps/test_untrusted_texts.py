@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moe import __main__ as moe_main
-from t5x_lite.checkpoints import lease
+from t5x_lite.checkpoints.locks import lease
 from t5x_lite.command_line import cli
 from t5x_lite.errors import CheckpointError, did_you_mean
 from t5x_lite.formatting import first_names

@@ -13,7 +13,7 @@ from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import manifest
 from t5x_lite.checkpoints import state_io
-from t5x_lite.checkpoints import streaming
+from t5x_lite.checkpoints.saving import streaming
 from t5x_lite.storage import files
 from t5x_lite.storage import object_store
 

@@ -278,8 +278,8 @@ def test_lines_have_no_prefix(log):
 def test_levels_of_loggers_last_while_packages_hide_their_lines(monkeypatch):
   logging_of_absl = pytest.importorskip('absl.logging')
   pytest.importorskip('seqio')
-  from t5x_lite.data import seqio_evaluator
-  from t5x_lite.data import seqio_import
+  from t5x_lite.data.seqio import evaluator as seqio_evaluator
+  from t5x_lite.data.seqio import packages as seqio_import
 
   logger = logging_of_absl.get_absl_logger()
   monkeypatch.setattr(logger, 'level', logging.INFO)

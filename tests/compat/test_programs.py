@@ -138,7 +138,7 @@ def test_worker_processes_of_data_find_the_same_modules(tmp_path):
   code = f"""
       import multiprocessing, pickle
       from t5x_lite import compat
-      from t5x_lite.data import grain_source
+      from t5x_lite.data.sources import grain_source
       def receive(text):
         assert pickle.loads(text)._pieces.models.__name__ == 't5x.models'
       if __name__ == '__main__':

@@ -232,7 +232,7 @@ run = os.system
       'import __main__ as infer\nX = @infer.write_inferences_to_file()',
       't5x_lite.apps.infer.jsonl',
     ),
-    ('from t5x_lite.checkpoints import lock\nX = @lock.ModelDirLock()', None),
+    ('from t5x_lite.checkpoints.locks import lock\nX = @lock.ModelDirLock()', None),
     # Other places in a file.
     ('from t5x_lite import files\nX = {"a": [(1, {@a/b/files.os.getcwd(): 2})]}', 'posix'),
     ('from t5x_lite import files\nfiles.remove_tree.path = "x"', 't5x_lite.storage.files'),

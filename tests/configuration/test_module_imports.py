@@ -1,6 +1,7 @@
 """Modules that options name are imported, or the message says what is missing; tests/apps has their restriction."""
 
 import os
+import pathlib
 import subprocess
 import sys
 import textwrap
@@ -68,7 +69,7 @@ if 'tensorflow' in sys.modules:
   'code',
   [
     """
-    from t5x_lite.data import seqio_import
+    from t5x_lite.data.seqio import packages as seqio_import
     import triton._C.libtriton
     """,
     """
@@ -105,7 +106,7 @@ def test_triton_is_imported_before_tensorflow(code, tmp_path):
   for name, text in files.items():
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text(text)
-  root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+  root = pathlib.Path(__file__).parents[2]
   ended = subprocess.run(
     [sys.executable, '-c', f'{textwrap.dedent(code)}\nprint("imported")'],
     cwd=tmp_path,

@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from t5x_lite import data
-from t5x_lite.data import grain_records
+from t5x_lite.data.files import grain_records
 from t5x_lite.partitioning import DataLayout
 
 LENGTHS = {'inputs': 64, 'targets': 12}

@@ -8,7 +8,7 @@ import pytest
 
 from t5x_lite import data
 from t5x_lite.data import corpora
-from t5x_lite.data import span_corruption
+from t5x_lite.data.batches import span_corruption
 from t5x_lite.errors import ConfigError, DataError
 from tests.data.builtin_cases import assert_equal
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from t5x_lite import data
-from t5x_lite.data import text_examples
 from t5x_lite.data import vocabularies
+from t5x_lite.data.text import examples as text_examples
 from t5x_lite.errors import ConfigError
 from t5x_lite.storage import files
 from t5x_lite.storage import object_store
-from tests.data.test_text_ids import train_model
+from tests.data.text.test_ids import train_model
 
 
 def test_byte_ids():

@@ -5,7 +5,7 @@ import collections
 import numpy as np
 
 from t5x_lite import data
-from t5x_lite.data import positions
+from t5x_lite.data.batches import positions
 from t5x_lite.errors import ConfigError
 
 VOCABULARY = data.ByteVocabulary(extra_ids=125)

@@ -201,7 +201,7 @@ MUTANTS = (
   ),
   Mutant(
     'worker_processes_find_modules_after_the_objects_of_users',
-    't5x_lite/data/grain_source.py',
+    't5x_lite/data/sources/grain_source.py',
     '    self._set_up = compat.SetUp()  # Before the pieces, whose modules a worker must find.\n',
     '',
     'tests/compat/test_programs.py::test_worker_processes_of_data_find_the_same_modules',

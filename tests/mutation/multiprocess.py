@@ -34,10 +34,10 @@ MUTANTS = (
   ),
   Mutant(
     'sources_that_handle_the_number_of_processes_are_not_asked',
-    't5x_lite/data/global_batches.py',
+    't5x_lite/data/batches/global_batches.py',
     'is_ours and host_iterator.handles_process_count',
     'not is_ours',
-    'tests/data/test_global_batches.py::test_builtin_source_behind_it',
+    'tests/data/batches/test_global_batches.py::test_builtin_source_behind_it',
   ),
   Mutant(
     'processes_that_wait_at_a_step_are_the_laggards',
@@ -69,7 +69,7 @@ MUTANTS = (
   ),
   Mutant(
     'processes_choose_among_their_own_checkpoints',
-    't5x_lite/checkpoints/choice.py',
+    't5x_lite/checkpoints/restoring/choice.py',
     'step = int(multihost.broadcast_from_lead(np.int32(max(steps, default=-1))))\n    if step',
     'step = max(steps, default=-1)\n    if step',
     _AGREEMENT_TEST + 'test_all_resume_from_a_checkpoint_that_is_sound_for_all[2]',

@@ -266,7 +266,7 @@ MUTANTS = (
   ),
   Mutant(
     'removed_clipping_ends_a_run',
-    't5x_lite/checkpoints/restore.py',
+    't5x_lite/checkpoints/restoring/restore.py',
     'built = built.without(*surplus)',
     'pass',
     'tests/apps/train/test_optimizers_of_runs.py'

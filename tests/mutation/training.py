@@ -33,10 +33,10 @@ MUTANTS = (
   ),
   Mutant(
     'patterns_allow_any_new_array',
-    't5x_lite/checkpoints/restore.py',
+    't5x_lite/checkpoints/restoring/restore.py',
     'allow_missing=cfg.fallback_to_scratch is True or is_partial',
     'allow_missing=bool(cfg.fallback_to_scratch) or is_partial',
-    'tests/checkpoints/test_restore.py::test_patterns_of_what_may_be_new',
+    'tests/checkpoints/restoring/test_restore.py::test_patterns_of_what_may_be_new',
   ),
   Mutant(
     'replaced_nans_are_found',
@@ -684,7 +684,7 @@ MUTANTS = (
   ),
   Mutant(
     'the_log_names_one_reason_of_a_save',
-    't5x_lite/checkpoints/policies.py',
+    't5x_lite/checkpoints/saving/policies.py',
     'for policy in self.policies if _is_true(policy, policy.should_save(step, point))]',
     'for policy in self.policies if _is_true(policy, policy.should_save(step, point))][:1]',
     'tests/apps/train/test_saves.py::test_each_save_has_one_line_with_all_its_reasons',
@@ -810,9 +810,9 @@ MUTANTS = (
   ),
   Mutant(
     'lost_records_are_the_end_of_the_data',
-    't5x_lite/data/global_batches.py',
+    't5x_lite/data/batches/global_batches.py',
     'if not self._num_to_drop:',
     'if True:',
-    'tests/data/test_global_batches.py::test_fewer_batches_than_were_used_are_an_error',
+    'tests/data/batches/test_global_batches.py::test_fewer_batches_than_were_used_are_an_error',
   ),
 )

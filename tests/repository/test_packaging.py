@@ -315,7 +315,7 @@ _LOOK_AROUND = textwrap.dedent("""
       assert cli.main(['vocab', 'v.model', '--corpus=python_docs', '--vocab_size=300', '--max_lines=500']) == 0
     for package in (t5x_lite, moe):
       for found in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):
-        if not found.name.rpartition('.')[2].startswith(('seqio_', 'grain_', '__main__')):  # these need an extra
+        if '.data.seqio.' not in found.name and not found.name.rpartition('.')[2].startswith(('grain_', '__main__')):
           importlib.import_module(found.name)
     """)
 

@@ -27,7 +27,7 @@ _PARTS = {
   't5x_lite.optimizers.scaled_adam_rule',
   't5x_lite.optimizers.multi',
   't5x_lite.checkpoints.hugging_face',
-  't5x_lite.data.text_sources',
+  't5x_lite.data.text.sources',
   't5x_lite.data.file_tasks',
   't5x_lite.command_line.errors',
   't5x_lite.interactive',

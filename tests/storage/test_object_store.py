@@ -159,7 +159,8 @@ def test_local_paths_need_no_library_of_stores(tmp_path):
   program = (
     f'import sys; from t5x_lite import files, checkpoints, summaries; '
     f"files.write({str(tmp_path / 'x')!r}, 'a'); "
-    'from t5x_lite.apps import train; train.train; from t5x_lite.checkpoints import lock, array_io, manager; '
+    'from t5x_lite.apps import train; train.train; from t5x_lite.checkpoints import array_io; '
+    'from t5x_lite.checkpoints.locks import lock; from t5x_lite.checkpoints.saving import manager; '
     "print({'fsspec', 'gcsfs', 's3fs', 't5x_lite.storage.object_store', 'huggingface_hub'} & set(sys.modules))"
   )
   done = subprocess.run(

@@ -12,7 +12,7 @@ from t5x_lite import errors
 from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import manifest
 from t5x_lite.checkpoints import state_io
-from t5x_lite.checkpoints import streaming
+from t5x_lite.checkpoints.saving import streaming
 from t5x_lite.storage import plain_paths
 from tests.checkpoints.sources import t5x_samples
 

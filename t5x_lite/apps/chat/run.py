@@ -23,7 +23,7 @@ from t5x_lite import partitioning
 from t5x_lite import runtime
 from t5x_lite.apps.common import report
 from t5x_lite.apps.common import restore as restore_lib
-from t5x_lite.data import text_examples
+from t5x_lite.data.text import examples as text_examples
 from t5x_lite.errors import ConfigError, DataError, did_you_mean
 from t5x_lite.formatting import printable
 from t5x_lite.interactive import texts as text_inference

@@ -23,7 +23,7 @@ from t5x_lite.apps.convert.state_plan import StatePlan
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import hugging_face
 from t5x_lite.checkpoints import sources
-from t5x_lite.checkpoints import streaming
+from t5x_lite.checkpoints.saving import streaming
 from t5x_lite.networks.t5_config import PARAM_LAYOUTS
 from t5x_lite.networks.t5_config import StackConfig
 from t5x_lite.storage import files

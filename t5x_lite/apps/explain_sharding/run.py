@@ -1,7 +1,7 @@
 """Show the sharding of each array of a train state from its shapes, without data, checkpoints or device memory."""
 
 from t5x_lite.data import DatasetConfig
-from t5x_lite.data.features import get_converter
+from t5x_lite.data.batches.features import get_converter
 from t5x_lite.models import BaseModel
 from t5x_lite.partitioning import PjitPartitioner
 from t5x_lite.partitioning import ShardingReport

@@ -1,7 +1,7 @@
 """Predictions and scores of a model as functions of token ids, ready for `jax.export`.
 
-The functions convert ids to model features themselves, as `data.features` does on the host, so that callers need not
-know the features.
+The functions convert ids to model features themselves, as `data.batches.features` does on the host, so that callers
+need not know the features.
 """
 
 from collections.abc import Callable, Mapping

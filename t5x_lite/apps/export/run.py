@@ -38,8 +38,8 @@ from t5x_lite.apps.common import output_folder
 from t5x_lite.apps.common import restore as restore_lib
 from t5x_lite.apps.export import functions as export_functions
 from t5x_lite.data import vocabularies
-from t5x_lite.data.added_tokens import AddedTokensVocabulary
-from t5x_lite.data.features import get_converter
+from t5x_lite.data.batches.features import get_converter
+from t5x_lite.data.text.added_tokens import AddedTokensVocabulary
 from t5x_lite.data.vocabularies import kind_of
 from t5x_lite.errors import ConfigError, T5xLiteError
 from t5x_lite.formatting import format_bytes

@@ -22,7 +22,7 @@ _DEFAULT_SIGNATURE = 'serving_default'
 # First version with batch dims in gathers, which decoding uses.
 _STABLEHLO_VERSION = '1.1.0'
 
-# TensorFlow reads these when it is imported, as in `data.seqio_import`: fewer log lines.
+# TensorFlow reads these when it is imported, as in `data.seqio.packages`: fewer log lines.
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')
 

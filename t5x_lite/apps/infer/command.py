@@ -43,7 +43,7 @@ from t5x_lite.apps import infer as infer_script
 _NOT_SETTINGS = (
   't5x_lite.apps.infer.run',
   't5x_lite.data.config',
-  't5x_lite.data.text_sources',
+  't5x_lite.data.text.sources',
   't5x_lite.partitioning',
   't5x_lite.checkpoints',
   't5x_lite.optimizers',

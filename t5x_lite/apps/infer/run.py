@@ -230,7 +230,7 @@ def create_task_from_tfexample_file(
     ConfigError: the file type is unsupported, a feature is missing, or seqio is not installed.
     DataError: a file does not exist.
   """
-  from t5x_lite.data import seqio_tfexample
+  from t5x_lite.data.seqio import tfexample as seqio_tfexample
 
   return seqio_tfexample.create_task_from_tfexample_file(
     paths, file_type, inputs_key, targets_key, features, task_id

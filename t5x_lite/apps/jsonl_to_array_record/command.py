@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_command(invocation: Invocation) -> int:
   """Run the command and return its exit status."""
   flags = invocation.flags
-  from t5x_lite.data import grain_records
-  from t5x_lite.data import records
+  from t5x_lite.data.files import grain_records
+  from t5x_lite.data.files import records
 
   lines = records.JsonLines(flags.inputs)
   num_records = grain_records.write_array_records(flags.output, records.checked_objects(lines))

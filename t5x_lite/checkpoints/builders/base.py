@@ -14,8 +14,8 @@ import numpy as np
 
 from t5x_lite import checks
 from t5x_lite import errors
-from t5x_lite.checkpoints import lazy_arrays
 from t5x_lite.checkpoints import sources
+from t5x_lite.checkpoints.restoring import lazy_arrays
 from t5x_lite.networks.t5_config import StackConfig
 
 # Inputs of builders; see `StateBuilder.INPUT`.

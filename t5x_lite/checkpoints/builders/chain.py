@@ -10,10 +10,10 @@ from typing import Any
 from t5x_lite import errors
 from t5x_lite.checkpoints import config
 from t5x_lite.checkpoints import sources
-from t5x_lite.checkpoints import transforms
 from t5x_lite.checkpoints.builders import base
 from t5x_lite.checkpoints.builders import changing
 from t5x_lite.checkpoints.builders import reading
+from t5x_lite.checkpoints.restoring import transforms
 from t5x_lite.formatting import first_names
 
 _logger = logging.getLogger(__name__)

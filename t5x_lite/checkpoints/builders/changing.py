@@ -13,10 +13,10 @@ import numpy as np
 from t5x_lite import checks
 from t5x_lite import errors
 from t5x_lite import tree_utils
-from t5x_lite.checkpoints import lazy_arrays
 from t5x_lite.checkpoints import sources
-from t5x_lite.checkpoints import transforms
 from t5x_lite.checkpoints.builders import base
+from t5x_lite.checkpoints.restoring import lazy_arrays
+from t5x_lite.checkpoints.restoring import transforms
 from t5x_lite.formatting import first_names
 from t5x_lite.networks import layout_plan
 from t5x_lite.networks.t5_config import StackConfig

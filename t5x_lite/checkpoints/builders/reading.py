@@ -17,11 +17,11 @@ from t5x_lite import checks
 from t5x_lite import errors
 from t5x_lite import multihost
 from t5x_lite.checkpoints import discovery
-from t5x_lite.checkpoints import lazy_arrays
 from t5x_lite.checkpoints import sources
-from t5x_lite.checkpoints import transforms
 from t5x_lite.checkpoints.builders import base
 from t5x_lite.checkpoints.builders.changing import in_layout_of_model
+from t5x_lite.checkpoints.restoring import lazy_arrays
+from t5x_lite.checkpoints.restoring import transforms
 from t5x_lite.formatting import first_names
 from t5x_lite.formatting import printable
 

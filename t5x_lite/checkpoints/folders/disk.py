@@ -26,10 +26,10 @@ import jax
 from t5x_lite import errors
 from t5x_lite.checkpoints import array_io
 from t5x_lite.checkpoints import discovery
-from t5x_lite.checkpoints import lease
 from t5x_lite.checkpoints import manifest as manifest_lib
 from t5x_lite.checkpoints import state_io
 from t5x_lite.checkpoints.folders import base
+from t5x_lite.checkpoints.locks import lease
 from t5x_lite.storage import files
 
 # Errors of `flock` on file systems without locks, or whose lock service does not answer.

@@ -18,9 +18,9 @@ from t5x_lite import errors
 from t5x_lite import multihost
 from t5x_lite.checkpoints import config
 from t5x_lite.checkpoints import discovery
-from t5x_lite.checkpoints import policies
 from t5x_lite.checkpoints import train_states
-from t5x_lite.checkpoints import transforms
+from t5x_lite.checkpoints.restoring import transforms
+from t5x_lite.checkpoints.saving import policies
 from t5x_lite.checkpoints.t5x import loading
 from t5x_lite.compat import names as t5x_names
 from t5x_lite.partitioning import BasePartitioner

@@ -14,7 +14,7 @@ from t5x_lite import checks
 from t5x_lite.checkpoints import config
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import train_states
-from t5x_lite.checkpoints import transforms
+from t5x_lite.checkpoints.restoring import transforms
 from t5x_lite.checkpoints.t5x import checkpointer
 from t5x_lite.compat import names as t5x_names
 from t5x_lite.partitioning import BasePartitioner

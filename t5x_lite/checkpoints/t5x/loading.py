@@ -14,9 +14,9 @@ from t5x_lite import checks
 from t5x_lite import errors
 from t5x_lite.checkpoints import config
 from t5x_lite.checkpoints import discovery
-from t5x_lite.checkpoints import restore
 from t5x_lite.checkpoints import sources
-from t5x_lite.checkpoints import transforms
+from t5x_lite.checkpoints.restoring import restore
+from t5x_lite.checkpoints.restoring import transforms
 from t5x_lite.checkpoints.sources import folder_of
 from t5x_lite.checkpoints.sources import t5x_index
 from t5x_lite.compat import names as t5x_names

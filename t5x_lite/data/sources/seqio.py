@@ -18,13 +18,13 @@ class SeqioSource(base.DataSource):
 
   def get_vocabulary(self) -> tuple[Any, Any]:
     """See base class."""
-    from t5x_lite.data import seqio_features
+    from t5x_lite.data.seqio import features as seqio_features
 
     return seqio_features.get_vocabulary(self.cfg)
 
   def open_train_iterator(self, layout: Any, feature_converter: Any) -> HostIterator:
     """See base class."""
-    from t5x_lite.data import seqio_source
+    from t5x_lite.data.seqio import source as seqio_source
 
     return seqio_source.SeqioIterator(self.cfg, layout, feature_converter)
 
@@ -32,7 +32,7 @@ class SeqioSource(base.DataSource):
     self, layout: Any, eval_steps: int | None, feature_converter: Any
   ) -> dict[str, EvalBatches]:
     """See base class."""
-    from t5x_lite.data import seqio_evaluation
+    from t5x_lite.data.seqio import evaluation as seqio_evaluation
 
     return seqio_evaluation.open_eval_iterators(self.cfg, layout, eval_steps, feature_converter)
 
@@ -40,13 +40,13 @@ class SeqioSource(base.DataSource):
     self, layout: Any, feature_converter: Any, num_examples: int | None
   ) -> list[EvalTask]:
     """See base class."""
-    from t5x_lite.data import seqio_evaluation
+    from t5x_lite.data.seqio import evaluation as seqio_evaluation
 
     return seqio_evaluation.open_eval_tasks(self.cfg, layout, feature_converter, num_examples)
 
   def open_example_sources(self, feature_converter: Any) -> list[ExampleSource]:
     """See base class."""
-    from t5x_lite.data import seqio_inference
+    from t5x_lite.data.seqio import inference as seqio_inference
 
     return seqio_inference.open_example_sources(self.cfg, feature_converter)
 
@@ -54,24 +54,24 @@ class SeqioSource(base.DataSource):
     self, feature_converter: Any, num_examples: int | None, decodes: bool
   ) -> SplitLengths:
     """See base class."""
-    from t5x_lite.data import seqio_lengths
+    from t5x_lite.data.seqio import lengths as seqio_lengths
 
     return seqio_lengths.measure(self.cfg, feature_converter, num_examples, decodes)
 
   def get_dataset(self, layout: Any, feature_converter: Any) -> Any:
     """See base class; a `tf.data.Dataset`."""
-    from t5x_lite.data import seqio_source
+    from t5x_lite.data.seqio import source as seqio_source
 
     return seqio_source.open_dataset(self.cfg, layout, feature_converter)[0]
 
   def get_converter_cls(self, feature_converter: str) -> Any:
     """See base class; seqio's class."""
-    from t5x_lite.data import seqio_features
+    from t5x_lite.data.seqio import features as seqio_features
 
     return seqio_features.get_converter_cls(feature_converter)
 
   def read_task_texts(self, max_examples: int | None) -> dict[str, list[str]]:
     """See base class."""
-    from t5x_lite.data import seqio_inference
+    from t5x_lite.data.seqio import inference as seqio_inference
 
     return seqio_inference.read_task_texts(self.cfg, max_examples)

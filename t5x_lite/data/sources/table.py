@@ -7,16 +7,22 @@ from typing import Any, ClassVar
 import numpy as np
 
 from t5x_lite import checks
-from t5x_lite.data import synthetic
+from t5x_lite.data.batches.features import UNKNOWN_LENGTH
+from t5x_lite.data.batches.features import FeatureConverter
+from t5x_lite.data.batches.features import Row
+from t5x_lite.data.batches.features import check_lengths
+from t5x_lite.data.batches.features import get_converter
+from t5x_lite.data.batches.positions import shard_rows
+from t5x_lite.data.batches.streams import DirectReader
+from t5x_lite.data.batches.streams import PieceReader
+from t5x_lite.data.batches.streams import Pieces
+from t5x_lite.data.batches.streams import TaskStream
+from t5x_lite.data.batches.table_iterator import TableIterator
+from t5x_lite.data.batches.table_iterator import log_earlier_sentinels
+from t5x_lite.data.batches.trimming import TrimmedExamples
 from t5x_lite.data.builtin_tasks import BuiltinMixture
 from t5x_lite.data.builtin_tasks import BuiltinTask
 from t5x_lite.data.builtin_tasks import get_builtin
-from t5x_lite.data.example_sources import TableExamples
-from t5x_lite.data.features import UNKNOWN_LENGTH
-from t5x_lite.data.features import FeatureConverter
-from t5x_lite.data.features import Row
-from t5x_lite.data.features import check_lengths
-from t5x_lite.data.features import get_converter
 from t5x_lite.data.interfaces import EvalBatches
 from t5x_lite.data.interfaces import EvalTask
 from t5x_lite.data.interfaces import ExampleSource
@@ -26,15 +32,9 @@ from t5x_lite.data.interfaces import IndexedBatches
 from t5x_lite.data.interfaces import SplitLengths
 from t5x_lite.data.interfaces import batches_of_rows
 from t5x_lite.data.interfaces import warn_of_omitted_tasks
-from t5x_lite.data.positions import shard_rows
 from t5x_lite.data.sources import base
-from t5x_lite.data.streams import DirectReader
-from t5x_lite.data.streams import PieceReader
-from t5x_lite.data.streams import Pieces
-from t5x_lite.data.streams import TaskStream
-from t5x_lite.data.table_iterator import TableIterator
-from t5x_lite.data.table_iterator import log_earlier_sentinels
-from t5x_lite.data.trimming import TrimmedExamples
+from t5x_lite.data.sources import synthetic
+from t5x_lite.data.sources.example_sources import TableExamples
 
 # Examples that are made together to find their lengths.
 _NUM_MEASURED = 256
@@ -308,7 +308,7 @@ class GrainSource(BuiltinSource):
 
   def open_reader(self, pieces: Pieces) -> PieceReader:
     """See base class."""
-    from t5x_lite.data import grain_source
+    from t5x_lite.data.sources import grain_source
 
     return grain_source.GrainReader(
       pieces, self.cfg.num_workers or 0, self.cfg.num_prefetch_threads or 0

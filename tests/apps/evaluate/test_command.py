@@ -150,7 +150,7 @@ def test_given_targets_and_another_setting_of_the_same_folder(run, tmp_path, cap
   )
 
 
-@pytest.mark.full  # by default, tests/data/test_seqio_evaluator.py compares metrics
+@pytest.mark.full  # by default, tests/data/seqio/test_evaluator.py compares metrics
 def test_seqios_evaluator_as_t5x_binds_it(run, tmp_path, capsys):
   pytest.importorskip('seqio')
   (tmp_path / 'seqio.gin').write_text("""

@@ -25,7 +25,7 @@ from t5x_lite.apps.common import output_folder
 from t5x_lite.apps.export import functions as export_functions
 from t5x_lite.apps.export import run as export
 from t5x_lite.command_line import cli
-from t5x_lite.data.features import get_converter
+from t5x_lite.data.batches.features import get_converter
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.networks import decoder_only as decoder_only_network
 from t5x_lite.networks import t5 as network

@@ -23,8 +23,8 @@ from t5x_lite import runtime
 from t5x_lite.apps.common import waiting
 from t5x_lite.apps.train import batches as train_batches
 from t5x_lite.command_line import errors as cli_errors
-from t5x_lite.data import global_batches
-from t5x_lite.data import positions
+from t5x_lite.data.batches import global_batches
+from t5x_lite.data.batches import positions
 from t5x_lite.errors import (
   ConfigError,
   DataError,

@@ -86,7 +86,7 @@ _HANGS = """
     from t5x_lite import checkpoints
     from t5x_lite.trainer import non_finite
     from t5x_lite import trainer as trainer_lib
-    from t5x_lite.data import table_iterator
+    from t5x_lite.data.batches import table_iterator
     from tests.apps.train import toy_run
 
     def slow(owner, name, delays):

@@ -5,7 +5,7 @@ import numpy as np
 from t5x_lite import checkpoints
 from t5x_lite import tree_utils
 from t5x_lite.checkpoints import builders
-from t5x_lite.checkpoints import lazy_arrays
+from t5x_lite.checkpoints.restoring import lazy_arrays
 from tests.checkpoints import checkpoint_states as states
 
 

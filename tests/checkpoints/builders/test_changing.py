@@ -8,7 +8,7 @@ import pytest
 from t5x_lite import errors
 from t5x_lite import tree_utils
 from t5x_lite.checkpoints import builders
-from t5x_lite.checkpoints import transforms
+from t5x_lite.checkpoints.restoring import transforms
 from tests.checkpoints import checkpoint_states as states
 from tests.checkpoints.builders.builder_cases import build
 from tests.checkpoints.builders.builder_cases import restore_with

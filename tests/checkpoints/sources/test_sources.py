@@ -412,7 +412,9 @@ def test_a_process_that_sees_the_directory_later_follows_the_lead(stored, tmp_pa
   shutil.copytree(stored['t5x'][1], tmp_path / 'checkpoint_9')
   said = iter([np.int32([1, 0]), np.int32(9)])
   monkeypatch.setattr(checkpoints.discovery, 'all_steps', lambda *args, **kwargs: [])
-  monkeypatch.setattr(checkpoints.choice.multihost, 'broadcast_from_lead', lambda value: next(said))
+  monkeypatch.setattr(
+    checkpoints.restoring.choice.multihost, 'broadcast_from_lead', lambda value: next(said)
+  )
   _, paths = checkpoints.get_first_valid_restore_config_and_paths([Restore(str(tmp_path))])
   assert paths == [str(tmp_path / 'checkpoint_9')] and next(said, None) is None
 

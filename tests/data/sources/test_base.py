@@ -52,7 +52,7 @@ class Row:
 @functools.cache
 def _small_seqio_task():
   """Returns seqio's task of the same name on 100 examples, with a small shuffle buffer."""
-  from t5x_lite.data import seqio_tasks  # registers the task
+  from t5x_lite.data.seqio import tasks as seqio_tasks  # registers the task
 
   seqio = seqio_tasks.seqio
   task = seqio.TaskRegistry.get('python_keyword_cloze')

@@ -1,6 +1,7 @@
 """Sources of tables: the builtin one and its iterator, and the checks before compute."""
 
 import dataclasses
+import importlib
 import sys
 
 import numpy as np
@@ -220,9 +221,10 @@ def test_module_registers_a_task(tmp_path, monkeypatch):
 
 
 def test_without_seqio_the_message_names_the_way_out(monkeypatch):
-  for name in [m for m in sys.modules if m.startswith('t5x_lite.data.seqio_')]:
+  seqio = importlib.import_module('t5x_lite.data.seqio')
+  for name in [m for m in sys.modules if m.startswith('t5x_lite.data.seqio.')]:
     monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr(data, name.rpartition('.')[2], raising=False)
+    monkeypatch.delattr(seqio, name.rpartition('.')[2], raising=False)
   monkeypatch.setitem(sys.modules, 'seqio', None)
   with pytest.raises(
     ConfigError, match=r"pip install 'seqio>=.*'tensorflow>=.*--gin.DATA_SOURCE=builtin"

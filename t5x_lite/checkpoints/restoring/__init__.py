@@ -1,0 +1,1 @@
+"""Restoring: which checkpoint (`choice`), names and shapes that change, and placing arrays one by one."""

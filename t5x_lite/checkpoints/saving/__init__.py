@@ -1,0 +1,1 @@
+"""Saving: when (`policies`), what each process writes, what is deleted, and what a full or lost directory leaves."""
