@@ -81,7 +81,7 @@ def _other_heads(architectures: Any) -> list[str]:
 
 def _head_remedy(architectures: Any) -> str:
   other = ' and '.join(_other_heads(architectures))
-  return f'Our networks have no head of {other}: choose a folder of T5ForConditionalGeneration.'
+  return f'Our networks have no other heads, such as that of {other}. Choose a folder of a model ForConditionalGeneration.'
 
 
 _TYPE_EXPECTATIONS = {
