@@ -67,6 +67,20 @@ MUTANTS = (
     'tests/checkpoints/hugging_face/test_folder.py::test_tied_norms_are_read_by_the_metadata',
   ),
   Mutant(
+    'a_shared_tensor_is_surplus',
+    't5x_lite/checkpoints/hugging_face/folder.py',
+    ', *self.tensors.aliases}',
+    '}',
+    'tests/checkpoints/hugging_face/test_folder.py::test_names_of_an_index_that_no_shard_holds_may_be_tied',
+  ),
+  Mutant(
+    'an_epsilon_is_logged_at_every_opening',
+    't5x_lite/checkpoints/hugging_face/config_json.py',
+    '@functools.cache\ndef _log_null_epsilon',
+    'def _log_null_epsilon',
+    'tests/checkpoints/hugging_face/test_folder.py::test_an_epsilon_that_is_null_is_logged_once_a_folder',
+  ),
+  Mutant(
     'an_epsilon_is_that_of_t5',
     't5x_lite/checkpoints/hugging_face/architecture.py',
     '      layer_norm_epsilon=self.layer_norm_epsilon,\n',

@@ -752,6 +752,8 @@ def test_weights_models():
       files |= {f'{stem}{size}.gin' for size in sizes.rstrip('}').split(',')}
   assert families <= set(hugging_face.FAMILIES)
   assert files <= set(gin_syntax.packaged_files())
+  forms = {file for names in hugging_face_gin.FORMS.values() for file in names}
+  assert {f'models/{name}.gin' for name in forms} <= files
 
 
 def test_weights_forms():

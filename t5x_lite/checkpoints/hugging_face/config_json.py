@@ -70,6 +70,7 @@ _OTHER_HEADS = (
   'ForSequenceClassification',
   'ForTokenClassification',
   'ForQuestionAnswering',
+  'ForForecasting',
 )
 
 
@@ -81,7 +82,10 @@ def _other_heads(architectures: Any) -> list[str]:
 
 def _head_remedy(architectures: Any) -> str:
   other = ' and '.join(_other_heads(architectures))
-  return f'Our networks have no other heads, such as that of {other}. Choose a folder of a model ForConditionalGeneration.'
+  return (
+    f'Our networks have no other heads, such as that of {other}. Choose a folder of a model '
+    'ForConditionalGeneration.'
+  )
 
 
 _TYPE_EXPECTATIONS = {

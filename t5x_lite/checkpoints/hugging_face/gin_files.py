@@ -43,9 +43,14 @@ VOCAB_SIZES: Mapping[str, int] = {
   'byt5': 384,
   'switch': 32128,
 }
+_CODET5 = {'vocab_size': 32100, 'eos_token_id': 2}
 # Published models that have the form of a family and sizes or options of their own, by the name of their file.
+# The networks of CodeT5 are T5's, so that its vocabulary, whose texts end with another id, tells them apart.
 FORMS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
   't5_1_0': {
+    'codet5_small': {**_CODET5, 'sizes': (512, 8, 64, 2048, 6, 6)},
+    'codet5_base': {**_CODET5, 'sizes': (768, 12, 64, 3072, 12, 12)},
+    'codet5_large': {**_CODET5, 'sizes': (1024, 16, 64, 4096, 24, 24)},
     'flan_ul2': {
       'sizes': (4096, 16, 256, 16384, 32, 32),
       'mlp_activations': ('silu', 'linear'),
@@ -147,7 +152,9 @@ def _released(family: Family) -> dict[str, dict[str, Any]]:
   files: dict[str, Mapping[str, Any]] = {
     f'{family.name}_{size}': {'sizes': sizes} for size, sizes in SIZES[family.name].items()
   }
-  files.update(FORMS.get(family.name, {}))
+  for name, own in FORMS.get(family.name, {}).items():
+    if own.get('eos_token_id', family.eos_token_id) == family.eos_token_id:
+      files[name] = own
   return {
     name: {**common, **own, **dict(zip(_SIZE_FIELDS, own['sizes'], strict=True))}
     for name, own in files.items()

@@ -253,11 +253,15 @@ def test_which_layers_of_a_switch_transformer_are_sparse(changes, encoder, decod
     (_OLD_T5 | {'is_decoder': True}, 'is_decoder.*got True'),
     (
       _OLD_T5 | {'architectures': ['T5EncoderModel'], 'is_encoder_decoder': False},
-      r"`config.json.architectures` must be .*got \['T5EncoderModel'\].* no other heads, such as that of T5EncoderModel",
+      r"`config.json.architectures` must be .*got \['T5EncoderModel'\].* heads, such as that of T5EncoderModel",
     ),
     (
       _OLD_T5 | {'architectures': ['MT5ForTokenClassification']},
       'must be a model ForConditionalGeneration.* such as that of MT5ForTokenClassification. Choose',
+    ),
+    (
+      _OLD_T5 | {'architectures': ['ChronosBoltModelForForecasting']},
+      'that of ChronosBoltModelFor',
     ),
     (_OLD_T5 | {'quantization_config': {'load_in_8bit': True}}, 'quantization_config.*Dequantize'),
     (_OLD_T5 | {'layer_norm_epsilon': '1e-5'}, "layer_norm_epsilon.*got '1e-5'"),

@@ -22,6 +22,7 @@ from t5x_lite.checkpoints.hugging_face.network import network_config
 from t5x_lite.errors import CheckpointError
 from t5x_lite.networks.t5_config import T5Config
 from t5x_lite.storage import files
+from tests import hub_cache
 from tests.checkpoints.hugging_face import folder_cases as folders
 from tests.checkpoints.hugging_face import hugging_face_cases as cases
 
@@ -289,6 +290,13 @@ def test_names_of_an_index_that_no_shard_holds_may_be_tied(
   folders.check(path, ours, cases.BY_FAMILY[family])
   copy = convert.convert(str(path), str(tmp_path / 'copy'), to='hugging_face')
   folders.check(pathlib.Path(copy.path), ours, cases.BY_FAMILY[family])
+
+
+def test_a_model_of_the_hub_may_have_such_an_index(tmp_path, monkeypatch):
+  path, ours = _sharded(tmp_path, 't5_1_1', **dict.fromkeys(_TABLES, 'a.safetensors'))
+  (path / 'tokenizer_config.json').write_text('{}')
+  hub_cache.add(hub_cache.use(tmp_path / 'cache', monkeypatch), 'google/flan', path)
+  folders.check('hf://google/flan', ours, cases.SMALL)
 
 
 def test_tied_norms_are_read_by_the_metadata(tmp_path):
