@@ -1,4 +1,4 @@
-"""Vocabularies of Hugging Face folders: sentencepiece models of T5, mT5, umT5 and Switch, and the bytes of ByT5.
+"""Vocabularies of Hugging Face folders: sentencepiece models, the bytes of ByT5, and tokenizers of any other type.
 
 A gin file needs only the path of the folder:
 
@@ -9,29 +9,39 @@ A gin file needs only the path of the folder:
 Sentinels are the last ids, `<extra_id_0>` the very last, as in seqio and transformers. ByT5 is the exception: in
 transformers `<extra_id_0>` is its first sentinel, and the published weights were trained with neither order; see
 `docs/weights.md`.
+
+The files are tried in this order: `spiece.model`, `tokenizer.model`; `tokenizer.json`, of which a sentencepiece model
+is made in memory if it gives the same ids, and which the package tokenizers reads otherwise; `vocab.json` with
+`merges.txt`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+import json
 import os
-import re
 from typing import Any
 
 from t5x_lite import checks
 from t5x_lite.data import vocabularies
+from t5x_lite.data.text import hugging_face
 from t5x_lite.data.text import normalization as normalization_lib
 from t5x_lite.data.text import tokenizer_json
 from t5x_lite.data.text.added_tokens import AddedToken
 from t5x_lite.data.text.added_tokens import AddedTokensVocabulary
+from t5x_lite.data.text.hugging_face import HuggingFaceVocabulary
+from t5x_lite.data.text.hugging_face import SpecialTokens
+from t5x_lite.data.text.packages import sentencepiece_modules
 from t5x_lite.data.vocabularies import ByteVocabulary
 from t5x_lite.data.vocabularies import SentencePieceVocabulary
 from t5x_lite.data.vocabularies import Vocabulary
-from t5x_lite.data.vocabularies import sentencepiece_modules
 from t5x_lite.errors import CheckpointError, ConfigError, T5xLiteError
 from t5x_lite.storage import files
 from t5x_lite.storage import untrusted
 
 MODEL_FILE = 'spiece.model'
+TOKENIZER_MODEL = 'tokenizer.model'
 TOKENIZER_JSON = 'tokenizer.json'
+VOCAB_JSON = 'vocab.json'
+MERGES = 'merges.txt'
 TOKENIZER_CONFIG = 'tokenizer_config.json'
 ADDED_TOKENS = 'added_tokens.json'
 SPECIAL_TOKENS = 'special_tokens_map.json'
@@ -42,13 +52,24 @@ _BYT5_EXTRA_IDS = 125
 _BYT5_VOCAB_SIZE = 384
 _SENTINEL = vocabularies.SENTINEL_PIECE
 _SPACE = '\u2581'
-# Kinds of pieces in a sentencepiece model.
-_NORMAL = 1
-_UNKNOWN = 2
-_CONTROL = 3
-_USER_DEFINED = 4
-_BYTE = 6
-_BYTE_PIECE = re.compile(r'<0x[0-9A-F]{2}>')
+_EOS = '</s>'
+_SPECIAL_KEYS = (
+  'pad_token',
+  'eos_token',
+  'unk_token',
+  'bos_token',
+  'cls_token',
+  'sep_token',
+  'mask_token',
+)
+# Tokens of transformers' class for RoBERTa, whose files need not name them.
+_ROBERTA_TOKENS = {
+  'pad_token': '<pad>',
+  'eos_token': _EOS,
+  'unk_token': '<unk>',
+  'bos_token': '<s>',
+  'mask_token': '<mask>',
+}
 
 # Part of messages: added tokens were not read in earlier versions, with which a model may have been trained.
 _NO_ADDED_TOKENS = 'hugging_face_vocabulary.added_tokens=False to encode them like other texts, as earlier versions did'
@@ -64,7 +85,7 @@ def hugging_face_vocabulary(
   """Return the vocabulary of a Hugging Face folder, with the sentinels of its family.
 
   Args:
-    folder: path of a folder with `spiece.model`, or of a ByT5, which has no such file.
+    folder: path of a folder with the files of a tokenizer (see above), or of a ByT5, which needs none.
     extra_ids: number of sentinels after the model's pieces; None for the number in the folder's files, or the default
       of the family (T5, Flan-T5 and Switch 100, umT5 300, ByT5 125, mT5 0, whose pieces include them).
     library: 't5x_lite', or 'seqio' for a vocabulary of seqio with the same ids.
@@ -73,7 +94,7 @@ def hugging_face_vocabulary(
 
   Returns:
     A `SentencePieceVocabulary` or a `ByteVocabulary`, of t5x_lite or of seqio; with tokens that were added to the
-    tokenizer, an `AddedTokensVocabulary`, which seqio does not have.
+    tokenizer, an `AddedTokensVocabulary`; for other types of tokenizers, a `HuggingFaceVocabulary`. seqio has neither.
 
   Raises:
     ConfigError: the folder does not exist, it has no supported tokenizer, its vocabulary has more ids than its model
@@ -96,7 +117,9 @@ def hugging_face_vocabulary(
   )
   config = _read_json(root / 'config.json')
   vocabulary = _make(root, config, extra_ids)
-  if added_tokens:
+  if isinstance(vocabulary, HuggingFaceVocabulary):
+    _check_without_effect(root, extra_ids=extra_ids, added_tokens=added_tokens)
+  elif added_tokens:
     vocabulary = _with_added_tokens(root, vocabulary)
   num_rows = config.get('vocab_size')
   is_added = isinstance(vocabulary, AddedTokensVocabulary)
@@ -137,36 +160,159 @@ def _make(root: files.Path, config: Mapping[str, Any], extra_ids: int | None) ->
   number = extra_ids
   if number is None:
     number = _recorded_extra_ids(root, tokenizer)
-  if (root / MODEL_FILE).is_file():
-    path = str(untrusted.check_file(root, MODEL_FILE))
-    if number is None:
-      if has_sentinels(path):
-        number = 0
-      else:
-        number = _EXTRA_IDS.get(str(config.get('model_type')))
-    if number is None:
+  model_type = config.get('model_type')
+  for file in (MODEL_FILE, TOKENIZER_MODEL):
+    if (root / file).is_file():
+      path = str(untrusted.check_file(root, file))
+      return SentencePieceVocabulary(path, _number_of_sentinels(path, root, config, number))
+  is_byt5 = model_type == 't5' and config.get('vocab_size') == _BYT5_VOCAB_SIZE
+  has_json = (root / TOKENIZER_JSON).is_file()
+  has_merges = (root / VOCAB_JSON).is_file() and (root / MERGES).is_file()
+  if name.startswith('ByT5') or (is_byt5 and not has_json and not has_merges):
+    return ByteVocabulary(_BYT5_EXTRA_IDS if number is None else number)
+  if has_json:
+    return _make_from_json(root, config, number)
+  if has_merges:
+    return _make_from_merges(root, name)
+  raise ConfigError(
+    f'{str(root)!r} must contain {MODEL_FILE}, {TOKENIZER_JSON}, or {VOCAB_JSON} with {MERGES}, or the '
+    'tokenizer_config.json of a ByT5, got none of them. Copy the tokenizer of the original model into the folder, or '
+    'bind VOCABULARY to its vocabulary.'
+  )
+
+
+def _number_of_sentinels(
+  path: str, root: files.Path, config: Mapping[str, Any], number: int | None
+) -> int:
+  """Return the number of sentinels after the pieces of a sentencepiece model.
+
+  Args:
+    path: the model.
+    root: the folder.
+    config: contents of config.json.
+    number: the number in the folder's files or of the user, or None.
+  """
+  if number is not None:
+    return number
+  pieces = read_sentencepiece_model(path).pieces
+  if any(_SENTINEL.fullmatch(piece.piece) for piece in pieces):
+    return 0
+  default = _EXTRA_IDS.get(str(config.get('model_type')))
+  if default is None:
+    raise checks.invalid(
+      'hugging_face_vocabulary',
+      'extra_ids',
+      f'set for model_type={config.get("model_type")!r} of {str(root)!r}',
+      None,
+      f'The types with defaults are {", ".join(_EXTRA_IDS)}; T5 has 100.',
+    )
+  num_rows = config.get('vocab_size')
+  if isinstance(num_rows, int) and len(pieces) <= num_rows < len(pieces) + default:
+    return 0  # A model of the type without sentinels, such as MADLAD-400.
+  return default
+
+
+def _make_from_json(root: files.Path, config: Mapping[str, Any], number: int | None) -> Vocabulary:
+  """Return the vocabulary of `tokenizer.json`."""
+  path = str(root / TOKENIZER_JSON)
+  contents = _read_json(root / TOKENIZER_JSON)
+  tokenizer_json.check_model(contents, path)
+  special = _special_tokens(root, config)
+  if special.eos == _EOS and tokenizer_json.is_sentencepiece(contents, special.eos):
+    vocabulary = SentencePieceVocabulary(path, _number_of_sentinels(path, root, config, number))
+    if _has_these_sentinels(vocabulary, _recorded_tokens(root)):
+      return vocabulary
+  contents = hugging_face.with_tokens(contents, _recorded_tokens(root))
+  return HuggingFaceVocabulary(path, json.dumps(contents), special)
+
+
+def _has_these_sentinels(vocabulary: Vocabulary, tokens: Iterable[AddedToken]) -> bool:
+  """Return True if sentinels among the tokens of a file have the ids of the vocabulary."""
+  sentinels = {token.content: token.id for token in tokens if _SENTINEL.fullmatch(token.content)}
+  first = vocabulary.sentinel_id
+  return all(
+    sentinels[f'<extra_id_{i}>'] == first - i
+    for i in range(len(sentinels))
+    if f'<extra_id_{i}>' in sentinels
+  )
+
+
+def _make_from_merges(root: files.Path, name: str) -> Vocabulary:
+  """Return the vocabulary of `vocab.json` and `merges.txt`, whose class in transformers is `name`."""
+  kind = name.removesuffix('Fast').removesuffix('Tokenizer')
+  if kind not in hugging_face.BYTE_LEVEL_CLASSES:
+    classes = ', '.join(f'{known}Tokenizer' for known in hugging_face.BYTE_LEVEL_CLASSES)
+    raise ConfigError(
+      f'The tokenizer_class of {str(root)!r}, which has {VOCAB_JSON} and {MERGES}, must be one of {classes}, got '
+      f'{name!r}. Save it as {TOKENIZER_JSON}: transformers.AutoTokenizer.from_pretrained({str(root)!r})'
+      f'.save_pretrained({str(root)!r}).'
+    )
+  has_ends = hugging_face.BYTE_LEVEL_CLASSES[kind]
+  special = _special_tokens(root, {}, _ROBERTA_TOKENS if has_ends else {})
+  contents = hugging_face.byte_level_bpe(
+    _read_json(root / VOCAB_JSON),
+    untrusted.read_limited(root, MERGES).decode('utf-8', errors='replace'),
+    special,
+    bos=special.bos if has_ends else None,
+    has_prefix_space=bool(_read_json(root / TOKENIZER_CONFIG).get('add_prefix_space', False)),
+  )
+  named = [
+    AddedToken(id=contents['model']['vocab'][token], content=token)
+    for token in dict.fromkeys([*special.controls, *filter(None, [special.unk])])
+    if token in contents['model']['vocab']
+  ]
+  contents = hugging_face.with_tokens(contents, [*named, *_recorded_tokens(root)])
+  return HuggingFaceVocabulary(str(root / VOCAB_JSON), json.dumps(contents), special)
+
+
+def _special_tokens(
+  root: files.Path, config: Mapping[str, Any], defaults: Mapping[str, str] | None = None
+) -> SpecialTokens:
+  """Return the special tokens in the files of transformers' tokenizer.
+
+  Raises:
+    ConfigError: there is no end token.
+  """
+  tokens = dict(defaults or {})
+  for name in (SPECIAL_TOKENS, TOKENIZER_CONFIG):
+    facts = _read_json(root / name)
+    for key in _SPECIAL_KEYS:
+      token = facts.get(key)
+      if isinstance(token, Mapping):
+        token = token.get('content')
+      if isinstance(token, str):
+        tokens[key] = token
+  if 'eos_token' not in tokens and config.get('model_type') in _EXTRA_IDS:
+    tokens = {'pad_token': '<pad>', 'eos_token': _EOS, 'unk_token': '<unk>'} | tokens
+  if 'eos_token' not in tokens:
+    raise ConfigError(
+      f'The tokenizer of {str(root)!r} must have an end token, got no eos_token in {TOKENIZER_CONFIG} or '
+      f'{SPECIAL_TOKENS}. Copy these files of the original tokenizer into the folder.'
+    )
+  controls = [token for key, token in tokens.items() if key != 'unk_token']
+  return SpecialTokens(
+    pad=tokens.get('pad_token'),
+    eos=tokens['eos_token'],
+    unk=tokens.get('unk_token'),
+    bos=tokens.get('bos_token'),
+    controls=tuple(dict.fromkeys(controls)),
+  )
+
+
+def _check_without_effect(root: files.Path, *, extra_ids: int | None, added_tokens: bool) -> None:
+  """Raise ConfigError if an option is set that tokenizers of other types than sentencepiece do not have."""
+  for option, value, default in (
+    ('extra_ids', extra_ids, None),
+    ('added_tokens', added_tokens, True),
+  ):
+    if value != default:
       raise checks.invalid(
         'hugging_face_vocabulary',
-        'extra_ids',
-        f'set for model_type={config.get("model_type")!r} of {str(root)!r}',
-        None,
-        f'The types with defaults are {", ".join(_EXTRA_IDS)}; T5 has 100.',
+        option,
+        f'{default} for the tokenizer of {str(root)!r}, whose file has all tokens',
+        value,
+        'Remove the binding.',
       )
-    return SentencePieceVocabulary(path, number)
-  is_byt5 = config.get('model_type') == 't5' and config.get('vocab_size') == _BYT5_VOCAB_SIZE
-  if name.startswith('ByT5') or (is_byt5 and not (root / TOKENIZER_JSON).is_file()):
-    return ByteVocabulary(_BYT5_EXTRA_IDS if number is None else number)
-  if (root / TOKENIZER_JSON).is_file():
-    remedy = (
-      f'Write it from {TOKENIZER_JSON}, once: python -c "from t5x_lite.data import tokenizer_folders; '
-      f'tokenizer_folders.write_sentencepiece_model({str(root)!r})"'
-    )
-  else:
-    remedy = 'Copy the tokenizer of the original model into the folder, or bind VOCABULARY to its vocabulary.'
-  raise ConfigError(
-    f'{str(root)!r} must contain {MODEL_FILE}, or the tokenizer_config.json of a ByT5, got neither. '
-    f'{remedy}'
-  )
 
 
 def _with_added_tokens(root: files.Path, base: Vocabulary) -> Vocabulary:
@@ -383,8 +529,7 @@ def write_sentencepiece_model(
     {'normalization': normalization},
     normalization=checks.one_of(normalization_lib.NAMES),
   )
-  model = _rebuild(_read_json(source), str(source), normalization)
-  serialized = model.SerializeToString()
+  serialized = tokenizer_json.sentencepiece_model(_read_json(source), str(source), normalization)
   try:
     sentencepiece_modules()[0].SentencePieceProcessor().LoadFromSerializedProto(serialized)
   except RuntimeError as error:
@@ -394,76 +539,6 @@ def write_sentencepiece_model(
     ) from error
   files.write(target, serialized)
   return str(target)
-
-
-def _rebuild(tokenizer: Mapping[str, Any], path: str, normalization: str) -> Any:
-  """Return the sentencepiece model of a `tokenizer.json`."""
-  tokenizer_json.check_model(tokenizer, path)
-  unigram = tokenizer['model']
-  if unigram.get('type') != 'Unigram':
-    raise ConfigError(
-      f"The tokenizer {path} must be of type 'Unigram', as in T5, got {untrusted.shorten(unigram.get('type'))}. Other "
-      'types have no sentencepiece model.'
-    )
-  tokenizer_json.check_unigram(tokenizer, path)
-  pieces = unigram['vocab']
-  while pieces and _SENTINEL.fullmatch(pieces[-1][0]) and not pieces[-1][0].startswith('\u2581'):
-    pieces = pieces[:-1]
-  model = sentencepiece_modules()[1].ModelProto()
-  unk_id = unigram.get('unk_id', 2)
-  special = {token['id'] for token in tokenizer.get('added_tokens') or () if token.get('special')}
-  for number, (piece, score) in enumerate(pieces):
-    if number == unk_id:
-      kind = _UNKNOWN
-    elif _SENTINEL.fullmatch(piece):
-      kind = _USER_DEFINED
-    elif number in special:
-      kind = _CONTROL
-    elif unigram.get('byte_fallback') and _BYTE_PIECE.fullmatch(piece):
-      kind = _BYTE
-    else:
-      kind = _NORMAL
-    model.pieces.add(piece=piece, score=score, type=kind)
-  model.trainer_spec.model_type = 1  # unigram
-  model.trainer_spec.vocab_size = len(pieces)
-  model.trainer_spec.byte_fallback = bool(unigram.get('byte_fallback'))
-  ids = {piece: number for number, (piece, _) in enumerate(pieces)}
-  model.trainer_spec.pad_id = ids.get('<pad>', -1)
-  model.trainer_spec.eos_id = ids.get('</s>', -1)
-  model.trainer_spec.unk_id = unk_id
-  model.trainer_spec.bos_id = -1
-  model.trainer_spec.pad_piece = '<pad>'
-  model.trainer_spec.eos_piece = '</s>'
-  model.trainer_spec.unk_piece = pieces[unk_id][0]
-  model.normalizer_spec.name = 'from tokenizer.json'
-  if tokenizer.get('normalizer') is None:
-    charsmap = normalization_lib.charsmap(normalization)
-  else:
-    charsmap = _charsmap(tokenizer['normalizer'], path)
-  model.normalizer_spec.precompiled_charsmap = charsmap
-  model.normalizer_spec.add_dummy_prefix = True
-  model.normalizer_spec.remove_extra_whitespaces = True
-  model.normalizer_spec.escape_whitespaces = True
-  return model
-
-
-def _charsmap(normalizer: Mapping[str, Any], path: str) -> bytes:
-  """Return sentencepiece's normalization table in a `normalizer` of `tokenizer.json`, empty without one."""
-  parts = tokenizer_json.normalizers(normalizer, path)
-  charsmap = b''
-  for part in parts:
-    if part.get('type') == 'Precompiled':
-      charsmap = tokenizer_json.decode_charsmap(part.get('precompiled_charsmap'), path)
-    elif (part.get('type'), part.get('content')) not in (
-      ('Replace', ' '),
-      ('Replace', '\u2581'),
-      ('Strip', None),
-    ):
-      raise ConfigError(
-        f'The normalizer of {path} must be only the table of a sentencepiece model (Precompiled), got '
-        f'{part.get("type")!r}. Use spiece.model of the original model.'
-      )
-  return charsmap
 
 
 def _read_json(path: files.Path) -> Mapping[str, Any]:

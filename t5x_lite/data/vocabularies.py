@@ -8,11 +8,12 @@ import abc
 from collections.abc import Iterable, Sequence
 import hashlib
 import os
-import re
 from typing import Any
 
 from t5x_lite import checks
-from t5x_lite.errors import ConfigError, InvalidFileError, needs_packages
+from t5x_lite.data.text import tokenizer_json
+from t5x_lite.data.text.packages import sentencepiece_modules
+from t5x_lite.errors import ConfigError, InvalidFileError
 from t5x_lite.storage import files
 from t5x_lite.storage import untrusted
 
@@ -22,8 +23,7 @@ MAX_EXTRA_IDS = 2**17
 MAX_MODEL_BYTES = 2**28
 
 PAD_ID = 0
-# Piece of a sentinel in a sentencepiece model.
-SENTINEL_PIECE = re.compile(r'\u2581?<extra_id_\d+>')
+SENTINEL_PIECE = tokenizer_json.SENTINEL_PIECE
 
 
 def required_eos_id(vocabulary: Any) -> int:
@@ -246,31 +246,20 @@ class PassThroughVocabulary(Vocabulary):
 
 
 def read_model_file(path: str) -> bytes:
-  """Return the content of a sentencepiece model.
+  """Return a sentencepiece model.
+
+  Args:
+    path: path of the model; or of a `tokenizer.json` of type Unigram, of which it is made.
 
   Raises:
     InvalidFileError: it is not a regular file, or too large.
     OSError: it cannot be read.
+    CheckpointError: a field of the `tokenizer.json` is damaged.
   """
-  return untrusted.read_regular(files.path(path), MAX_MODEL_BYTES)
-
-
-def sentencepiece_modules() -> tuple[Any, Any, type[Exception]]:
-  """Return (sentencepiece, sentencepiece_model_pb2, protobuf's DecodeError).
-
-  Raises:
-    ConfigError: sentencepiece or protobuf is not installed.
-  """
-  with needs_packages(
-    'A vocabulary of sentencepiece',
-    'the packages sentencepiece and protobuf',
-    command='pip install sentencepiece protobuf',
-    otherwise='use ByteVocabulary',
-  ):
-    from google.protobuf.message import DecodeError
-    import sentencepiece
-    from sentencepiece import sentencepiece_model_pb2
-  return sentencepiece, sentencepiece_model_pb2, DecodeError
+  if not path.endswith('.json'):
+    return untrusted.read_regular(files.path(path), MAX_MODEL_BYTES)
+  content = untrusted.read_regular(files.path(path))
+  return tokenizer_json.sentencepiece_model(untrusted.parse_object(content, path), path)
 
 
 class SentencePieceVocabulary(Vocabulary):

@@ -1,9 +1,11 @@
 """Vocabularies of Hugging Face folders. transformers' own tokenizers are compared with in tests/interop."""
 
+import importlib.util
 import json
 import os
 import re
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -144,12 +146,13 @@ def test_for_seqio(tmp_path, model_file):
 @pytest.mark.parametrize(
   'files, options, message',
   [
-    ({}, {}, 'must contain spiece.model, or .*, got neither'),
+    ({}, {}, 'must contain spiece.model, tokenizer.json, or .*, got none of them'),
     (dict(config={'model_type': 'bert'}), {}, 'must contain spiece.model'),
+    (dict(tokenizer='{}'), {}, 'tokenizer.json, `model` must be an object, got None'),
     (
-      dict(tokenizer='{}'),
+      dict(tokenizer={'model': {'type': 'BPE'}}),
       {},
-      r'must contain spiece.model.*from tokenizer.json.*write_sentencepiece_model\(',
+      'must have an end token, got no eos_token in tokenizer_config.json or special_tokens_map.json',
     ),
     (dict(tokenizer_config='{'), {}, 'tokenizer_config.json must hold a JSON object, got invalid'),
     (dict(config='[]'), {}, 'config.json must hold a JSON object, got a list'),
@@ -165,6 +168,70 @@ def test_for_seqio(tmp_path, model_file):
 def test_rejected(tmp_path, files, options, message):
   with pytest.raises((CheckpointError, ConfigError), match=message):
     tokenizer_folders.hugging_face_vocabulary(_folder(tmp_path / 'x', **files), **options)
+
+
+def _merges_folder(path, **tokenizer_config):
+  """Makes a folder with a BPE of single letters, whose end token is `</s>` (id 2)."""
+  tokens = ['<pad>', '<s>', '</s>', '<unk>', *'abc']
+  folder = _folder(
+    path,
+    vocab={token: i for i, token in enumerate(tokens)},
+    tokenizer_config={'tokenizer_class': 'RobertaTokenizer', **tokenizer_config},
+    config={'vocab_size': 8},
+  )
+  (path / 'merges.txt').write_text('#version: 0.2\n')
+  return folder
+
+
+def test_without_the_package_the_message_names_the_extra(tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, 'tokenizers', None)
+  with pytest.raises(
+    ConfigError, match=r"needs the package tokenizers.*\[tokenizers\]'?`, or copy spiece.model"
+  ):
+    tokenizer_folders.hugging_face_vocabulary(_merges_folder(tmp_path / 'x'))
+
+
+@pytest.mark.parametrize(
+  'tokenizer_config, options, message',
+  [
+    (
+      {'eos_token': '<end>'},
+      {},
+      "end token of .* must be one of its tokens, got eos_token='<end>'",
+    ),
+    (
+      {'pad_token': '<unk>', 'unk_token': '<pad>'},
+      {},
+      "padding as id 0.*got '<pad>' as id 0 and pad_token='<unk>'",
+    ),
+    (
+      {'tokenizer_class': 'BertTokenizer'},
+      {},
+      r"one of RobertaTokenizer, .*, got 'BertTokenizer'.*save_pretrained",
+    ),
+    ({}, {'extra_ids': 3}, r'extra_ids` must be None .*got 3\. Remove the binding'),
+    ({}, {'added_tokens': False}, 'added_tokens` must be True'),
+    ({}, {'library': 'seqio'}, 'seqio has no vocabulary equal'),
+  ],
+)
+def test_rejected_byte_level_bpe(tmp_path, tokenizer_config, options, message):
+  pytest.importorskip('tokenizers')
+  if 'library' in options:
+    pytest.importorskip('seqio')
+  with pytest.raises(ConfigError, match=message):
+    tokenizer_folders.hugging_face_vocabulary(
+      _merges_folder(tmp_path / 'x', **tokenizer_config), **options
+    )
+
+
+def test_byte_level_bpe_must_fit_the_rows(tmp_path):
+  pytest.importorskip('tokenizers')
+  folder = _merges_folder(tmp_path / 'x')
+  vocabulary = tokenizer_folders.hugging_face_vocabulary(folder)
+  assert vocabulary.encode('abca') == [1, 4, 5, 6, 4] and vocabulary.decode([1, 4, 6, 2, 5]) == 'ac'
+  _folder(tmp_path / 'x', config={'vocab_size': 6})
+  with pytest.raises(ConfigError, match='at most vocab_size=6 ids .*, got 7'):
+    tokenizer_folders.hugging_face_vocabulary(folder)
 
 
 def test_rejected_without_folder_or_number(tmp_path, model_file):
@@ -269,7 +336,7 @@ def test_cloze_task_with_the_vocabulary(tmp_path, model_file):
 
 
 def test_tokenizer_json_without_a_table_has_t5s(tmp_path, model_file):
-  """transformers 5 saves no table; T5's maps white space, full-width forms and zero-width joiners."""
+  """transformers 5 saves no table; T5's, which can be written, maps full-width forms and zero-width joiners."""
   folder = _folder(
     tmp_path / 'x',
     tokenizer=_tokenizer_json(model_file) | {'normalizer': None},
@@ -293,6 +360,89 @@ def test_tokenizer_json_without_a_table_has_t5s(tmp_path, model_file):
   assert data.SentencePieceVocabulary(str(identity)).encode('\uff41')[-1] == 2
   with pytest.raises(ConfigError, match="normalization` must be one of 't5'"):
     tokenizer_folders.write_sentencepiece_model(folder, str(tmp_path / 'y'), normalization='T6')
+
+
+def test_tokenizer_json_is_read_as_it_is(tmp_path, model_file):
+  """Without a table, white space of any kind separates words and other characters stay, as in its own library."""
+  contents = _tokenizer_json(model_file) | {'normalizer': None}
+  folder = _folder(tmp_path / 'x', tokenizer=contents, tokenizer_config={'extra_ids': 7})
+  os.chmod(folder, 0o500)
+  vocabulary = tokenizer_folders.hugging_face_vocabulary(folder)
+  assert vocabulary == data.SentencePieceVocabulary(f'{folder}/tokenizer.json', 7)
+  original = data.SentencePieceVocabulary(str(model_file), 7)
+  assert vocabulary.vocab_size == original.vocab_size
+  for text in (
+    '\ttab\nnew',
+    'a\x0bb\u00a0c',
+    'a\u3000 b\u2028\x85',
+    ' a  b ',
+    'x <extra_id_3>',
+    'The name',
+  ):
+    plain = ' '.join(text.split())
+    assert vocabulary.encode(text) == original.encode(plain), text
+  assert vocabulary.encode('\uff41')[-1] == vocabulary.unk_id
+  if 'tokenizers' in sys.modules or importlib.util.find_spec('tokenizers'):
+    import tokenizers
+
+    theirs = tokenizers.Tokenizer.from_file(f'{folder}/tokenizer.json')
+    for text in ('\ttab\nnew', 'a\u3000b\u2028', 'caf\u00e9 \u2603', '\ufb01ne', 'a\u2581b'):
+      assert vocabulary.encode(text) == theirs.encode(text, add_special_tokens=False).ids, text
+
+
+def test_byte_fallback_of_tokenizer_json(tmp_path):
+  """Characters without a piece become bytes, which give the text again."""
+  trained = _train(tmp_path / 'bytes.model', byte_fallback=True, vocab_size=500)
+  contents = _tokenizer_json(trained)
+  contents['model']['byte_fallback'] = True
+  folder = _folder(tmp_path / 'x', tokenizer=contents, tokenizer_config={'extra_ids': 0})
+  vocabulary = tokenizer_folders.hugging_face_vocabulary(folder)
+  original = data.SentencePieceVocabulary(str(trained), 0)
+  for text in ('caf\u00e9 \u2603', 'The name'):
+    assert vocabulary.encode(text) == original.encode(text)
+    assert vocabulary.decode(vocabulary.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+  'change',
+  [
+    {'normalizer': {'type': 'Lowercase'}},
+    {'pre_tokenizer': {'type': 'Whitespace'}},
+    # Without WhitespaceSplit, two spaces are two pieces, as in no model of sentencepiece that we make.
+    {
+      'pre_tokenizer': {
+        'type': 'Metaspace',
+        'replacement': '\u2581',
+        'prepend_scheme': 'always',
+        'split': True,
+      }
+    },
+    {
+      'post_processor': {
+        'type': 'TemplateProcessing',
+        'single': [
+          {'SpecialToken': {'id': '<unk>', 'type_id': 0}},
+          {'Sequence': {'id': 'A', 'type_id': 0}},
+        ],
+        'pair': [{'Sequence': {'id': 'A', 'type_id': 0}}, {'Sequence': {'id': 'B', 'type_id': 0}}],
+        'special_tokens': {'<unk>': {'id': '<unk>', 'ids': [2], 'tokens': ['<unk>']}},
+      }
+    },
+  ],
+)
+def test_other_unigram_tokenizers_are_read_by_their_library(tmp_path, model_file, change):
+  tokenizers = pytest.importorskip('tokenizers')
+  contents = _tokenizer_json(model_file) | change
+  folder = _folder(
+    tmp_path / 'x',
+    tokenizer=contents,
+    tokenizer_config={'extra_ids': 7, 'eos_token': '</s>', 'pad_token': '<pad>'},
+  )
+  vocabulary = tokenizer_folders.hugging_face_vocabulary(folder)
+  theirs = tokenizers.Tokenizer.from_file(f'{folder}/tokenizer.json')
+  assert vocabulary.identity[0] == 'HuggingFaceVocabulary'
+  for text in ('The Name', 'a  b', ' \ttab.'):
+    assert vocabulary.encode(text) == [i for i in theirs.encode(text).ids if i != 1], text
 
 
 _TOKEN = {'content': '<sep>', 'special': False, 'lstrip': False}

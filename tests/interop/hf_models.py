@@ -419,6 +419,11 @@ def relative_position_buckets(
 # ---- Tokenizers -----------------------------------------------------------------------------------------------------
 
 
+def train_byte_level_bpe(texts: Sequence[str]) -> bytes:
+  """Return {'vocab': id by token, 'merges': pairs} of a byte-level BPE of 600 tokens, as JSON."""
+  return _libraries().byte_level_bpe(texts)
+
+
 class HFTokenizer:
   """A tokenizer of `transformers`, of a folder or as its class makes it."""
 

@@ -324,3 +324,20 @@ def generate_texts(model: Any, made: Any, texts: list[str]) -> dict[str, Any]:
   with torch.no_grad():
     outputs = model.generate(**inputs, max_new_tokens=8, num_beams=2)
   return {'ids': inputs.input_ids.numpy(), 'num_texts': len(made.batch_decode(outputs))}
+
+
+def byte_level_bpe(texts: Any) -> bytes:
+  """Return the vocabulary and the merges of a byte-level BPE of 600 tokens with CodeT5's special ids, as JSON."""
+  import tokenizers
+
+  tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  trainer = tokenizers.trainers.BpeTrainer(
+    vocab_size=600,
+    special_tokens=['<pad>', '<s>', '</s>', '<unk>', '<mask>'],
+    initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    show_progress=False,
+  )
+  tokenizer.train_from_iterator(texts, trainer)
+  model = json.loads(tokenizer.to_str())['model']
+  return json.dumps({'vocab': model['vocab'], 'merges': model['merges']}).encode()

@@ -1,7 +1,9 @@
 """Tokenizers of exported folders: transformers' own classes load them and give the ids of our vocabularies."""
 
+import copy
 import gzip
 import json
+import os
 import shutil
 
 import pytest
@@ -26,6 +28,8 @@ _TEXTS = [
   "it's `code` (with, brackets) [1] 100%",
   'x <extra_id_7>',
 ]
+# Texts of the training of a byte-level BPE.
+_CODE = tuple(text for text in corpora.python_docs('validation')[:20])
 _T5_LIKE = ('t5_1_0', 't5_1_1', 'mt5', 'umt5', 'switch')
 
 
@@ -93,17 +97,79 @@ def test_old_folders_have_no_tokenizer_json(tmp_path, model_file):
 
 
 def test_folders_that_transformers_saves(tmp_path, model_file):
-  """Version 5 saves tokenizer.json alone, of which the sentencepiece model is made again."""
+  """Version 5 saves tokenizer.json alone, of which the sentencepiece model is made in memory."""
   _make_folder(tmp_path / 'x', 't5_1_1', data.SentencePieceVocabulary(model_file, 8), 512)
   theirs = hf_models.HFTokenizer('t5_1_1_pieces', 'T5Tokenizer', tmp_path / 'x')
   theirs.save(tmp_path / 'saved')
   shutil.copy(tmp_path / 'x' / 'config.json', tmp_path / 'saved')
   assert not (tmp_path / 'saved' / 'spiece.model').exists()
-  tokenizer_folders.write_sentencepiece_model(str(tmp_path / 'saved'))
+  before = sorted(os.listdir(tmp_path / 'saved'))
   ours = tokenizer_folders.hugging_face_vocabulary(str(tmp_path / 'saved'))
   assert ours.extra_ids == 8
   texts = [*_TEXTS, *corpora.python_docs('validation')[4].splitlines()]
   assert theirs.encode(texts) == [[*ours.encode(text), 1] for text in texts]
+  assert sorted(os.listdir(tmp_path / 'saved')) == before
+
+
+@pytest.fixture(scope='module')
+def byte_level_bpe(tmp_path_factory):
+  """A folder of CodeT5's form: vocab.json and merges.txt of a stored byte-level BPE, and 8 sentinels."""
+  pytest.importorskip('tokenizers')
+  stored = records.FOLDER / 'byte_level_bpe.json.gz'
+  if records.get().mode is records.Mode.WRITE:
+    stored.write_bytes(gzip.compress(hf_models.train_byte_level_bpe(_CODE), mtime=0))
+  model = json.loads(gzip.decompress(stored.read_bytes()))
+  folder = tmp_path_factory.mktemp('codet5') / 'x'
+  folder.mkdir()
+  merges = '\n'.join(['#version: 0.2', *(' '.join(pair) for pair in model['merges'])])
+  (folder / 'merges.txt').write_text(f'{merges}\n', encoding='utf-8')
+  sentinels = [f'<extra_id_{i}>' for i in reversed(range(8))]
+  size = len(model['vocab'])
+  jsons = {
+    'vocab': model['vocab'],
+    'added_tokens': {token: size + number for number, token in enumerate(sentinels)},
+    'tokenizer_config': {
+      'tokenizer_class': 'RobertaTokenizer',
+      'additional_special_tokens': sentinels,
+      'add_prefix_space': False,
+    },
+    'config': {'model_type': 't5', 'vocab_size': size + 8, 'eos_token_id': 2},
+  }
+  for name, value in jsons.items():
+    (folder / f'{name}.json').write_text(json.dumps(value))
+  return folder
+
+
+@pytest.mark.parametrize('is_saved', [False, True])
+def test_byte_level_bpe(tmp_path, byte_level_bpe, is_saved):
+  """A folder of CodeT5's form, and the folder that transformers saves of it, give AutoTokenizer's ids and texts."""
+  theirs = hf_models.HFTokenizer('byte_level_bpe', 'AutoTokenizer', byte_level_bpe)
+  folder = byte_level_bpe
+  if is_saved:
+    folder = tmp_path / 'saved'
+    theirs.save(folder)
+    shutil.copy(byte_level_bpe / 'config.json', folder)
+    assert not (folder / 'vocab.json').exists()
+  ours = tokenizer_folders.hugging_face_vocabulary(str(folder))
+  assert (ours.pad_id, ours.eos_id, ours.unk_id, ours.kind) == (0, 2, 3, 'byte-level BPE')
+  assert (ours.extra_ids, ours.sentinel_id, ours.vocab_size) == (8, 607, 608)
+  # Of 200 texts; the known difference is in the next test.
+  texts = [*_TEXTS, *corpora.python_docs('validation')[4].splitlines()[:191]]
+  ids = theirs.encode(texts)
+  assert [[*ours.encode(text), 2] for text in texts] == ids and ids[0][0] == 1
+  plain = [each for each, text in zip(ids, texts, strict=True) if 'extra_id' not in text]
+  assert [ours.decode(each) for each in plain] == theirs.decode(plain)
+  assert ours.decode(ours.encode('a<extra_id_3> é')) == 'a<extra_id_3> é'
+
+
+def test_no_text_has_the_padding_or_the_end_of_byte_level_bpe(byte_level_bpe):
+  ours = tokenizer_folders.hugging_face_vocabulary(str(byte_level_bpe))
+  ids = ours.encode('a </s> <pad> b<extra_id_0>')
+  assert not {0, 2} & set(ids) and ids[-1] == ours.sentinel_id
+  assert ours.decode(ids) == 'a </s> <pad> b<extra_id_0>'
+  assert ours.sentinel_id not in ours.encode_literally('b<extra_id_0>')
+  # A tool that copies gin's values, and equality by content.
+  assert copy.deepcopy(ours) == ours and ours.identity[0] == 'HuggingFaceVocabulary'
 
 
 @pytest.mark.parametrize('extra_ids', [125, 0, 3])

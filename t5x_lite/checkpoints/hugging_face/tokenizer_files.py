@@ -28,8 +28,11 @@ FILES = (
   TOKENIZER_CONFIG,
   tokenizer_folders.TOKENIZER_JSON,
   tokenizer_folders.MODEL_FILE,
-  'special_tokens_map.json',
-  'added_tokens.json',
+  tokenizer_folders.TOKENIZER_MODEL,
+  tokenizer_folders.VOCAB_JSON,
+  tokenizer_folders.MERGES,
+  tokenizer_folders.SPECIAL_TOKENS,
+  tokenizer_folders.ADDED_TOKENS,
 )
 # Pieces 0, 1 and 2, which transformers' class for T5 requires.
 _SPECIAL_PIECES = ('<pad>', '</s>', '<unk>')
@@ -100,6 +103,9 @@ def write(
       _write_json(root / tokenizer_folders.TOKENIZER_JSON, _tokenizer_json(model, sentinels))
       name = _write_config(root, 'T5Tokenizer', sentinels, tokenizer.extra_ids)
       return name, tokenizer_folders.TOKENIZER_JSON, tokenizer_folders.MODEL_FILE
+    case 'HuggingFaceVocabulary':
+      _check_size(tokenizer.vocab_size, vocab_size)
+      return tuple(_copy(files.path(tokenizer.path).parent, root))
   raise CheckpointError(
     f'The tokenizer must be a ByteVocabulary or a SentencePieceVocabulary, which transformers '
     f'supports, got {tokenizer!r}. Omit it to write a folder without a tokenizer.'

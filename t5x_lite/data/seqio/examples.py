@@ -186,6 +186,14 @@ def as_seqio_vocabulary(vocabulary: Any) -> seqio.Vocabulary:
           path,
           'Copy it to a disk.',
         )
+      if path.endswith('.json'):
+        raise checks.invalid(
+          'hugging_face_vocabulary',
+          'library',
+          f"'t5x_lite' for {path}, which seqio cannot read",
+          'seqio',
+          'Set library to it, or write spiece.model with tokenizer_folders.write_sentencepiece_model.',
+        )
       return seqio.SentencePieceVocabulary(path, extra_ids, reverse_extra_ids=reverse_extra_ids)
   raise ConfigError(
     'Preprocessors of tf.data need a seqio vocabulary, and seqio has no vocabulary equal to '

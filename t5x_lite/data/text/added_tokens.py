@@ -9,9 +9,9 @@ import dataclasses
 import re
 from typing import Any
 
+from t5x_lite.data.text.packages import sentencepiece_modules
 from t5x_lite.data.vocabularies import SentencePieceVocabulary
 from t5x_lite.data.vocabularies import Vocabulary
-from t5x_lite.data.vocabularies import sentencepiece_modules
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

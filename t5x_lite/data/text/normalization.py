@@ -14,12 +14,18 @@ import tempfile
 import numpy as np
 
 from t5x_lite import checks
-from t5x_lite.data.vocabularies import sentencepiece_modules
+from t5x_lite.data.text.packages import sentencepiece_modules
 
 T5 = 't5'
+# White space is a space, and all other characters stay: what `WhitespaceSplit` of the library tokenizers does.
+WHITE_SPACE = 'white_space'
 # Rules of sentencepiece.
 _RULES = ('nmt_nfkc', 'nfkc', 'nmt_nfkc_cf', 'nfkc_cf', 'identity')
-NAMES = (T5, *_RULES)
+NAMES = (T5, WHITE_SPACE, *_RULES)
+# Characters of Unicode with the property White_Space, and sentencepiece's sign of a space.
+_WHITE_SPACE = '\t\n\v\f\r\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000\u2581' + ''.join(
+  map(chr, range(0x2000, 0x200B))
+)
 _ZERO_WIDTH_JOINER = '\u200d'
 # First and last code points without rules in T5's table, which later tables of nmt_nfkc have.
 _WITHOUT_RULES = (
@@ -58,18 +64,25 @@ def charsmap(name: str) -> bytes:
   """Return the normalization table of a sentencepiece model, `precompiled_charsmap`.
 
   Args:
-    name: 't5', or a rule of sentencepiece such as 'nmt_nfkc'.
+    name: 't5', 'white_space', or a rule of sentencepiece such as 'nmt_nfkc'.
 
   Raises:
     ConfigError: the name is unknown, or sentencepiece or protobuf is not installed.
   """
   checks.check('charsmap', {'name': name}, name=checks.one_of(NAMES))
   sentencepiece, _, _ = sentencepiece_modules()
+  if name == WHITE_SPACE:
+    return _compile_rules(dict.fromkeys(_WHITE_SPACE, ' '))
   if name != T5:
     return _table(sentencepiece.SentencePieceNormalizer(rule_name=name))
   newest = _table(sentencepiece.SentencePieceNormalizer(rule_name='nmt_nfkc'))
   rules = {source: target for source, target in read_rules(newest).items() if _is_in_t5(source)}
   rules[_ZERO_WIDTH_JOINER] = ' '
+  return _compile_rules(rules)
+
+
+def _compile_rules(rules: Mapping[str, str]) -> bytes:
+  """Return the normalization table of rules, text to its replacement."""
   with tempfile.NamedTemporaryFile('w', suffix='.tsv', encoding='ascii') as file:
     file.writelines(
       f'{_hexadecimal(source)}\t{_hexadecimal(target)}\n'

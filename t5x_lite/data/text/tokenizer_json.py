@@ -1,13 +1,28 @@
-"""Validation of a `tokenizer.json` of Hugging Face before it is used: an error has the file and the field."""
+"""A `tokenizer.json` of Hugging Face: its sentencepiece model, and validation with the file and the field.
+
+A tokenizer of type Unigram is computed by sentencepiece if it splits texts as sentencepiece does (`is_sentencepiece`).
+"""
 
 import base64
 import binascii
 from collections.abc import Mapping
+import re
 from typing import Any
 
-from t5x_lite.errors import CheckpointError
+from t5x_lite.data.text import normalization as normalization_lib
+from t5x_lite.data.text.packages import sentencepiece_modules
+from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.storage import untrusted
 
+# Piece of a sentinel in a sentencepiece model.
+SENTINEL_PIECE = re.compile(r'\u2581?<extra_id_\d+>')
+# Kinds of pieces in a sentencepiece model.
+_NORMAL = 1
+_UNKNOWN = 2
+_CONTROL = 3
+_USER_DEFINED = 4
+_BYTE = 6
+_BYTE_PIECE = re.compile(r'<0x[0-9A-F]{2}>')
 # Ids are below this number.
 MAX_IDS = 2**24
 # Of the size at the start of a table of normalization.
@@ -21,12 +36,15 @@ def _error(path: str, problem: str) -> CheckpointError:
 
 
 def check_model(tokenizer: Mapping[str, Any], path: str) -> None:
-  """Raise CheckpointError if `model` is not an object with a type."""
+  """Raise CheckpointError if `model` is not an object with a type, or `added_tokens` is not a list of tokens."""
   model = tokenizer.get('model')
   if not isinstance(model, Mapping):
     raise _error(path, f'`model` must be an object, got {untrusted.shorten(model)}')
   if not isinstance(model.get('type'), str):
     raise _error(path, f'`model.type` must be a name, got {untrusted.shorten(model.get("type"))}')
+  problem = _problem_of_added(tokenizer.get('added_tokens'))
+  if problem is not None:
+    raise _error(path, problem)
 
 
 def check_unigram(tokenizer: Mapping[str, Any], path: str) -> None:
@@ -39,9 +57,7 @@ def check_unigram(tokenizer: Mapping[str, Any], path: str) -> None:
   Raises:
     CheckpointError: the first invalid field.
   """
-  problem = _problem_of_unigram(tokenizer['model']) or _problem_of_added(
-    tokenizer.get('added_tokens')
-  )
+  problem = _problem_of_unigram(tokenizer['model'])
   if problem is not None:
     raise _error(path, problem)
 
@@ -141,3 +157,160 @@ def decode_charsmap(value: Any, path: str) -> bytes:
   if table and not is_table:
     raise _error(path, f'{field} must be a table of sentencepiece, got {len(table)} other bytes')
   return table
+
+
+def is_sentencepiece(tokenizer: Mapping[str, Any], eos_token: str) -> bool:
+  """Return True if a tokenizer divides texts as a sentencepiece model does, so that one gives its ids.
+
+  This is the case for type Unigram, if words are separated by any white space and begin with '\u2581', and if nothing
+  but the end token is added to a text.
+
+  Args:
+    tokenizer: contents of the file.
+    eos_token: the end token.
+  """
+  model = tokenizer.get('model')
+  if not isinstance(model, Mapping) or model.get('type') != 'Unigram':
+    return False
+  normalizer = tokenizer.get('normalizer')
+  kinds = [_kind_of(part) for part in _parts(normalizer, 'normalizers')]
+  if not {*kinds} <= {'Precompiled', 'Strip', 'Replace  {2,}'}:
+    return False
+  splits = [_kind_of(part) for part in _parts(tokenizer.get('pre_tokenizer'), 'pretokenizers')]
+  collapses = 'WhitespaceSplit' in splits or {'Strip', 'Replace  {2,}'} <= {*kinds}
+  if not collapses or splits[-1:] != ['Metaspace always'] or len(splits) > 2:
+    return False
+  if model.get('byte_fallback') and not _has_all_bytes(model):
+    return False
+  return _added_around_a_text(tokenizer) in ([], [eos_token])
+
+
+def _parts(component: Any, key: str) -> list[Any]:
+  """Return the parts of a component of a tokenizer, which may be a sequence of them; empty for None."""
+  if component is None:
+    return []
+  parts = component.get(key, [component]) if isinstance(component, Mapping) else None
+  return parts if isinstance(parts, list) else [component]
+
+
+def _kind_of(part: Any) -> str:
+  """Return the type of a part, with the option that decides where texts are divided."""
+  if not isinstance(part, Mapping):
+    return ''
+  kind = str(part.get('type'))
+  if kind == 'Metaspace':
+    # Files of older versions have `add_prefix_space` instead.
+    always = part.get('prepend_scheme', 'always' if part.get('add_prefix_space', True) else 'never')
+    return f'Metaspace {always}' if part.get('replacement', '\u2581') == '\u2581' else kind
+  if kind == 'Replace' and part.get('content') in (' ', '\u2581'):
+    pattern = part.get('pattern')
+    return f'Replace {pattern.get("Regex") if isinstance(pattern, Mapping) else pattern}'
+  return kind
+
+
+def _has_all_bytes(model: Mapping[str, Any]) -> bool:
+  pieces = {entry[0] for entry in model['vocab'] if isinstance(entry, list) and entry}
+  return all(f'<0x{byte:02X}>' in pieces for byte in range(256))
+
+
+def _added_around_a_text(tokenizer: Mapping[str, Any]) -> list[str | None]:
+  """Return the tokens that are added to a text; with None if the form of the file is not known."""
+  processor = tokenizer.get('post_processor')
+  if processor is None:
+    return []
+  if not isinstance(processor, Mapping) or processor.get('type') != 'TemplateProcessing':
+    return [None]
+  template = processor.get('single')
+  if not isinstance(template, list):
+    return [None]
+  tokens: list[str | None] = []
+  for part in template:
+    special = part.get('SpecialToken') if isinstance(part, Mapping) else None
+    if isinstance(special, Mapping):
+      tokens.append(str(special.get('id')))
+  return tokens
+
+
+def sentencepiece_model(
+  tokenizer: Mapping[str, Any], path: str, normalization: str | None = None
+) -> bytes:
+  """Return the sentencepiece model of a tokenizer of type 'Unigram', without the sentinels at its end.
+
+  Args:
+    tokenizer: contents of `tokenizer.json`.
+    path: name of the file, for messages.
+    normalization: table of texts if the file has none: 't5' or a rule of sentencepiece; None for the file's own
+      behaviour, which is that white space separates words and other characters stay.
+
+  Raises:
+    ConfigError: the type of tokenizer is not supported.
+    CheckpointError: a field is invalid.
+  """
+  check_model(tokenizer, path)
+  unigram = tokenizer['model']
+  if unigram.get('type') != 'Unigram':
+    raise ConfigError(
+      f"The tokenizer {path} must be of type 'Unigram', as in T5, got {untrusted.shorten(unigram.get('type'))}. Other "
+      'types have no sentencepiece model.'
+    )
+  check_unigram(tokenizer, path)
+  pieces = unigram['vocab']
+  while (
+    pieces and SENTINEL_PIECE.fullmatch(pieces[-1][0]) and not pieces[-1][0].startswith('\u2581')
+  ):
+    pieces = pieces[:-1]
+  model = sentencepiece_modules()[1].ModelProto()
+  unk_id = unigram.get('unk_id', 2)
+  special = {token['id'] for token in tokenizer.get('added_tokens') or () if token.get('special')}
+  for number, (piece, score) in enumerate(pieces):
+    if number == unk_id:
+      kind = _UNKNOWN
+    elif SENTINEL_PIECE.fullmatch(piece):
+      kind = _USER_DEFINED
+    elif number in special:
+      kind = _CONTROL
+    elif unigram.get('byte_fallback') and _BYTE_PIECE.fullmatch(piece):
+      kind = _BYTE
+    else:
+      kind = _NORMAL
+    model.pieces.add(piece=piece, score=score, type=kind)
+  model.trainer_spec.model_type = 1  # unigram
+  model.trainer_spec.vocab_size = len(pieces)
+  model.trainer_spec.byte_fallback = bool(unigram.get('byte_fallback'))
+  ids = {piece: number for number, (piece, _) in enumerate(pieces)}
+  model.trainer_spec.pad_id = ids.get('<pad>', -1)
+  model.trainer_spec.eos_id = ids.get('</s>', -1)
+  model.trainer_spec.unk_id = unk_id
+  model.trainer_spec.bos_id = -1
+  model.trainer_spec.pad_piece = '<pad>'
+  model.trainer_spec.eos_piece = '</s>'
+  model.trainer_spec.unk_piece = pieces[unk_id][0]
+  model.normalizer_spec.name = 'from tokenizer.json'
+  if tokenizer.get('normalizer') is None:
+    charsmap = normalization_lib.charsmap(normalization or normalization_lib.WHITE_SPACE)
+  else:
+    charsmap = _charsmap(tokenizer['normalizer'], path)
+  model.normalizer_spec.precompiled_charsmap = charsmap
+  model.normalizer_spec.add_dummy_prefix = True
+  model.normalizer_spec.remove_extra_whitespaces = True
+  model.normalizer_spec.escape_whitespaces = True
+  return model.SerializeToString()
+
+
+def _charsmap(normalizer: Mapping[str, Any], path: str) -> bytes:
+  """Return sentencepiece's normalization table in a `normalizer` of `tokenizer.json`, empty without one."""
+  parts = normalizers(normalizer, path)
+  charsmap = b''
+  for part in parts:
+    if part.get('type') == 'Precompiled':
+      charsmap = decode_charsmap(part.get('precompiled_charsmap'), path)
+    elif (part.get('type'), part.get('content')) not in (
+      ('Replace', ' '),
+      ('Replace', '\u2581'),
+      ('Strip', None),
+    ):
+      raise ConfigError(
+        f'The normalizer of {path} must be only the table of a sentencepiece model (Precompiled), got '
+        f'{part.get("type")!r}. Use spiece.model of the original model.'
+      )
+  return charsmap

@@ -1,0 +1,273 @@
+"""Vocabularies of Hugging Face's tokenizers that sentencepiece does not compute, by the library tokenizers.
+
+The tokenizer is a `tokenizer.json` of any type, or the byte-level BPE of `vocab.json` and `merges.txt`.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+from t5x_lite.data.text.added_tokens import AddedToken
+from t5x_lite.data.text.packages import tokenizers_module
+from t5x_lite.data.text.tokenizer_json import SENTINEL_PIECE
+from t5x_lite.data.vocabularies import PAD_ID
+from t5x_lite.data.vocabularies import Vocabulary
+from t5x_lite.errors import CheckpointError, ConfigError
+
+# Classes of transformers with byte-level BPE, and whether they put special tokens around a text.
+BYTE_LEVEL_CLASSES = {'Roberta': True, 'Bart': True, 'GPT2': False, 'CodeGen': False}
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecialTokens:
+  """Special tokens in the files of a tokenizer.
+
+  Attributes:
+    pad: the padding token, or None.
+    eos: the end token.
+    unk: the token of unknown text, or None.
+    bos: the token at the beginning, or None.
+    controls: all tokens that `decode` leaves out.
+  """
+
+  pad: str | None
+  eos: str
+  unk: str | None
+  bos: str | None
+  controls: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loaded:
+  """The tokenizer as it was loaded: `encoder` and `literal` encode, `decoder` decodes; `ids` by token."""
+
+  encoder: Any
+  literal: Any
+  decoder: Any
+  ids: dict[str, int]
+
+
+class HuggingFaceVocabulary(Vocabulary):
+  """Vocabulary of a tokenizer of Hugging Face, with the ids of transformers' `AutoTokenizer`.
+
+  A text has the tokens that the tokenizer puts before it, such as `<s>`, and not the end token. The padding and the end
+  token are not found in texts, so that no text ends early.
+  """
+
+  def __init__(self, path: str, tokenizer: str, special: SpecialTokens):
+    """Make the vocabulary; `tokenizer_folders.hugging_face_vocabulary` does it from a folder.
+
+    Args:
+      path: the file of the tokenizer, for messages.
+      tokenizer: contents of `tokenizer.json`.
+      special: the special tokens.
+
+    Raises:
+      ConfigError: the package tokenizers is not installed, a special token is not among the tokens, or a text may
+        have id 0, which is padding in batches.
+      CheckpointError: the tokenizer is damaged.
+    """
+    self._path = path
+    self._tokenizer = tokenizer
+    self._special = special
+    self._loaded: _Loaded | None = None
+    self._check()
+
+  def __getstate__(self) -> dict[str, Any]:
+    # As in the base class: copies must not hold loaded objects.
+    return {**self.__dict__, '_loaded': None}
+
+  def _load(self) -> _Loaded:
+    if self._loaded is None:
+      contents = json.loads(self._tokenizer)
+      contents |= {'truncation': None, 'padding': None}
+      hidden = {self._special.pad, self._special.eos}
+      decoder = self._open(contents, set())
+      self._loaded = _Loaded(
+        encoder=self._open(contents, hidden),
+        literal=self._open(
+          contents, hidden | {*filter(SENTINEL_PIECE.fullmatch, _added(contents))}
+        ),
+        decoder=decoder,
+        ids=decoder.get_vocab(with_added_tokens=True),
+      )
+    return self._loaded
+
+  def _open(self, contents: Mapping[str, Any], hidden: set[str | None]) -> Any:
+    """Return the tokenizer of the library, which does not find the tokens `hidden` in texts."""
+    tokens = contents.get('added_tokens') or []
+    kept = [token for token in tokens if token['content'] not in hidden]
+    tokenizers = tokenizers_module(self._path)
+    try:
+      return tokenizers.Tokenizer.from_str(json.dumps({**contents, 'added_tokens': kept}))
+    except Exception as error:  # The library has no class of its own for this.
+      raise CheckpointError(
+        f'{self._path} cannot be read by the package tokenizers ({error}). Copy the file again, or update the package: '
+        'pip install -U tokenizers.'
+      ) from error
+
+  def _check(self) -> None:
+    """Raise if the end token is missing or texts may have id 0."""
+    ids = self._load().ids
+    special = self._special
+    if special.eos not in ids:
+      raise ConfigError(
+        f'The end token of {self._path} must be one of its tokens, got eos_token={special.eos!r}, which it does not '
+        'have. Copy tokenizer_config.json and the tokenizer of the same model.'
+      )
+    names = {i: token for token, i in ids.items()}
+    contents = json.loads(self._tokenizer)
+    unknown_is_bytes = names.get(PAD_ID) == special.unk and contents['model'].get('byte_fallback')
+    in_texts = PAD_ID in self._load().encoder.encode('').ids
+    is_free = names.get(PAD_ID) in (special.pad, *special.controls) or unknown_is_bytes
+    if in_texts or not is_free or ids[special.eos] == PAD_ID:
+      raise ConfigError(
+        f'The tokenizer {self._path} must have its padding as id 0, which is padding in batches, or no text with id '
+        f'0, got {names.get(PAD_ID)!r} as id 0 and pad_token={special.pad!r}. Its models cannot be trained here.'
+      )
+
+  @property
+  def eos_id(self) -> int:
+    """See base class."""
+    return self._load().ids[self._special.eos]
+
+  @property
+  def unk_id(self) -> int | None:
+    """See base class."""
+    return self._load().ids.get(self._special.unk or '')
+
+  @property
+  def extra_ids(self) -> int:
+    """See base class; sentinels that the tokenizer has, with ids downwards from that of `<extra_id_0>`."""
+    ids = self._load().ids
+    first = ids.get('<extra_id_0>', -1)
+    number = 0
+    while first >= 0 and ids.get(f'<extra_id_{number}>') == first - number:
+      number += 1
+    return number
+
+  @property
+  def sentinel_id(self) -> int:
+    """See base class."""
+    return self._load().ids.get('<extra_id_0>', self.vocab_size - 1)
+
+  @property
+  def vocab_size(self) -> int:
+    """See base class; the ids may have gaps."""
+    return max(self._load().ids.values()) + 1
+
+  @property
+  def identity(self) -> tuple[Any, ...]:
+    """See base class; the same for equal files in different places."""
+    content = hashlib.sha256(self._tokenizer.encode()).hexdigest()
+    return ('HuggingFaceVocabulary', content, dataclasses.astuple(self._special))
+
+  @property
+  def contents(self) -> str:
+    """Contents of `tokenizer.json`."""
+    return self._tokenizer
+
+  @property
+  def path(self) -> str:
+    """The file of the tokenizer."""
+    return self._path
+
+  @property
+  def kind(self) -> str:
+    """The type of tokenizer, for people."""
+    contents = json.loads(self._tokenizer)
+    kind = contents['model']['type']
+    if kind == 'BPE' and '"ByteLevel"' in json.dumps(contents.get('pre_tokenizer')):
+      return 'byte-level BPE'
+    return kind
+
+  def encode(self, text: str) -> list[int]:
+    """See base class."""
+    return self._encode(self._load().encoder, text)
+
+  def encode_literally(self, text: str) -> list[int]:
+    """See base class."""
+    return self._encode(self._load().literal, text)
+
+  def _encode(self, tokenizer: Any, text: str) -> list[int]:
+    reserved = (PAD_ID, self.eos_id)
+    return [i for i in tokenizer.encode(text).ids if i not in reserved]
+
+  def _decode(self, ids: list[int]) -> str:
+    loaded = self._load()
+    controls = {loaded.ids.get(token) for token in self._special.controls}
+    return loaded.decoder.decode([i for i in ids if i not in controls], skip_special_tokens=False)
+
+  def __repr__(self) -> str:
+    return f'HuggingFaceVocabulary({self._path})'
+
+
+def _added(contents: Mapping[str, Any]) -> list[str]:
+  """Return the contents of the added tokens."""
+  return [token['content'] for token in contents.get('added_tokens') or []]
+
+
+def with_tokens(contents: Mapping[str, Any], tokens: Sequence[AddedToken]) -> dict[str, Any]:
+  """Return contents of `tokenizer.json` with the added tokens of further files that it lacks."""
+  known = {*_added(contents)}
+  added = [*(contents.get('added_tokens') or [])]
+  for token in tokens:
+    if token.content not in known:
+      added.append({**dataclasses.asdict(token), 'special': not token.normalized})
+  added.sort(key=lambda token: token['id'])
+  return {**contents, 'added_tokens': added}
+
+
+def byte_level_bpe(
+  vocab: Mapping[str, int],
+  merges: str,
+  special: SpecialTokens,
+  *,
+  bos: str | None,
+  has_prefix_space: bool,
+) -> dict[str, Any]:
+  """Return `tokenizer.json` of the byte-level BPE of `vocab.json` and `merges.txt`.
+
+  Args:
+    vocab: id of each token.
+    merges: contents of merges.txt, a pair of tokens in each line after comments.
+    special: the special tokens.
+    bos: the token before a text, which the end token follows; None for neither.
+    has_prefix_space: whether a text begins with a space (`add_prefix_space`).
+  """
+  pairs = [
+    line.split(' ') for line in merges.splitlines() if line and not line.startswith('#version')
+  ]
+  byte_level = {
+    'type': 'ByteLevel',
+    'add_prefix_space': has_prefix_space,
+    'trim_offsets': True,
+    'use_regex': True,
+  }
+  processor: dict[str, Any] = byte_level
+  if bos is not None:
+    processor = {
+      'type': 'RobertaProcessing',
+      'sep': [special.eos, vocab.get(special.eos, -1)],
+      'cls': [bos, vocab.get(bos, -1)],
+      'trim_offsets': True,
+      'add_prefix_space': has_prefix_space,
+    }
+  return {
+    'version': '1.0',
+    'added_tokens': [],
+    'normalizer': None,
+    'pre_tokenizer': byte_level,
+    'post_processor': processor,
+    'decoder': byte_level,
+    'model': {
+      'type': 'BPE',
+      'unk_token': None,
+      'fuse_unk': False,
+      'byte_fallback': False,
+      'vocab': dict(vocab),
+      'merges': pairs,
+    },
+  }
