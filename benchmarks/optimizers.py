@@ -1,6 +1,7 @@
 """Optimizers: seconds per step, compile seconds and bytes of state of every optimizer of the package.
 
     python benchmarks/optimizers.py [--params set t5_small] [--only adamw scaled_adam] [--part 1/4] [--steps 24]
+      [--record]
 
 An optimizer is one file of `gin/optimizers/`; a table below has changes of its options. `set` is
 6.3 M parameters, eight matrices 512x512 and eight 512x1024; `t5_small` the 77 M of T5 1.1 small. A step is the update
@@ -8,13 +9,17 @@ alone, from gradients at hand, with parameters and state donated. Each optimizer
 step by step, and its ratio is that of the median seconds; of the mean seconds where work returns every few steps. The
 slowest step is shown too. Optimizers that ask for functions get those of a quadratic, whose values and gradients are
 then a part of the step. All of them on both take about ten minutes on 2 cores; `--part K/N` makes shorter runs of it.
+`--record` replaces the records of the measured optimizers and writes their figures into the documentation.
 """
 
 import argparse
+import datetime
+import shlex
 import statistics
 import sys
 
 import common
+import optimizer_records
 
 # Period in steps of work that is not done at every step: means over multiples of it are compared.
 _INTERVALS = {
@@ -31,8 +36,6 @@ _BINDINGS = {
   'distributed_shampoo': {'optimizers.distributed_shampoo.start_preconditioning_step': '1'},
   'scaled_adam_unclipped': {'optimizers.scaled_adam.clipping_scale': 'None'},
 }
-# Rows in addition to those that give a file its name.
-_FILES = {'scaled_adam_unclipped': 'scaled_adam'}
 # Required arguments of an update in addition to gradients and loss.
 _NEEDS = {'lbfgs': ('grad', 'value_fn'), 'sam': ('grad_fn',), 'sophia': ('obj_fn',)}
 # Optimizers that take one gradient per example.
@@ -49,7 +52,10 @@ def names():
   from t5x_lite.configuration import syntax as gin_syntax
 
   return sorted(
-    [*(pathlib.PurePath(file).stem for file in gin_syntax.packaged_files('optimizers')), *_FILES]
+    [
+      *(pathlib.PurePath(file).stem for file in gin_syntax.packaged_files('optimizers')),
+      *optimizer_records.VARIANTS,
+    ]
   )
 
 
@@ -64,9 +70,8 @@ def make(name, axes=None):
   flags = [
     gin_syntax.read_flag(key, value, f'--gin.{key}={value}') for key, value in bindings.items()
   ]
-  texts = gin_utils.read(
-    ['recipes/keyword_cloze.gin', f'optimizers/{_FILES.get(name, name)}.gin'], flags
-  )
+  file = optimizer_records.VARIANTS.get(name, name)
+  texts = gin_utils.read(['recipes/keyword_cloze.gin', f'optimizers/{file}.gin'], flags)
   try:
     definition = gin_utils.load('t5x_lite.apps.train.train', texts).argument('model').optimizer_def
   finally:
@@ -213,7 +218,10 @@ def measure(name, setting, num_steps):
 def main(argv=None) -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument(
-    '--params', nargs='+', default=['set', 't5_small'], choices=['set', 't5_small']
+    '--params',
+    nargs='+',
+    default=list(optimizer_records.PARAMS),
+    choices=optimizer_records.PARAMS,
   )
   parser.add_argument(
     '--only', nargs='+', metavar='NAME', help='files of gin/optimizers/; all if not given'
@@ -224,6 +232,11 @@ def main(argv=None) -> None:
   parser.add_argument(
     '--steps', type=common.positive, default=24, help=f'that count, if they take < {_ENOUGH:g} s'
   )
+  parser.add_argument(
+    '--record',
+    action='store_true',
+    help=f'write {optimizer_records.FILE} and the tables of {" and ".join(optimizer_records.PAGES)}',
+  )
   args = parser.parse_args(argv)
   chosen, known = args.only or names(), names()
   if unknown := [name for name in chosen if name not in known]:
@@ -232,36 +245,69 @@ def main(argv=None) -> None:
   chosen = chosen[len(chosen) * (number - 1) // count : len(chosen) * number // count]
   if not chosen:
     parser.error(f'part {number} of {count} is empty')
+  words = sys.argv[1:] if argv is None else argv
+  command = shlex.join(['python', 'benchmarks/optimizers.py', *words])
   for params_name in args.params:
-    _print_rows(params_name, chosen, args.steps)
+    records = measure_all(params_name, chosen, args.steps, command)
+    _print_records(records)
+    if args.record:
+      optimizer_records.save(records)
 
 
-def _print_rows(params_name, chosen, num_steps):
-  """Measure the optimizers on one set of parameters and print the table."""
-  before, setting, rows = common.matmul_gflops(), Setting(params_name), []
+def measure_all(params_name, chosen, num_steps, command):
+  """Return the records of the optimizers called `chosen` on one set of parameters."""
+  matmul_before = common.matmul_gflops()
+  setting = Setting(params_name)
+  measured = {}
   for name in chosen:
-    total, (compile_seconds, seconds, reference_seconds, num_bytes) = common.timed(
-      lambda name=name: measure(name, setting, num_steps)
-    )
-    typical = (statistics.mean if name in _INTERVALS else statistics.median)(seconds)
-    reference = statistics.median(reference_seconds)
-    rows.append(
-      (
-        f'`{name}`',
-        typical * 1e3,
-        max(seconds) * 1e3,
-        reference * 1e3,
-        typical / reference,
-        compile_seconds,
-        num_bytes / setting.num_params,
+    seconds, measured[name] = common.timed(lambda name=name: measure(name, setting, num_steps))
+    print(f'{params_name}: {name} took {seconds:.1f} s', file=sys.stderr, flush=True)
+  matmul_gflops = [round(matmul_before, 1), round(common.matmul_gflops(), 1)]
+  records = []
+  for name, (compile_seconds, seconds, reference_seconds, num_bytes) in measured.items():
+    typical = statistics.mean if name in _INTERVALS else statistics.median
+    records.append(
+      optimizer_records.Record(
+        optimizer=name,
+        params=params_name,
+        num_params=setting.num_params,
+        num_steps=len(seconds),
+        step_ms=_milliseconds(typical(seconds)),
+        slowest_ms=_milliseconds(max(seconds)),
+        adam_ms=_milliseconds(statistics.median(reference_seconds)),
+        compile_s=round(compile_seconds, 6),
+        state_bytes=num_bytes,
+        matmul_gflops=matmul_gflops,
+        date=datetime.date.today().isoformat(),
+        command=command,
+        machine=common.machine(),
       )
     )
-    print(f'{params_name}: {name} took {total:.1f} s', file=sys.stderr, flush=True)
-  after = common.matmul_gflops()
+  return records
+
+
+def _milliseconds(seconds):
+  return round(seconds * 1e3, 6)  # to the nanosecond
+
+
+def _print_records(records):
+  """Print the table of the optimizers on one set of parameters."""
+  before, after = records[0].matmul_gflops
   common.print_table(
-    f'Optimizers ({params_name}, {setting.num_params:,} parameters float32; matmul 2048^3 before, '
+    f'Optimizers ({records[0].params}, {records[0].num_params:,} parameters float32; matmul 2048^3 before, '
     f'after: {before:.0f}, {after:.0f} GFLOP/s)',
-    rows,
+    [
+      (
+        f'`{record.optimizer}`',
+        record.step_ms,
+        record.slowest_ms,
+        record.adam_ms,
+        record.ratio,
+        record.compile_s,
+        record.bytes_per_param,
+      )
+      for record in records
+    ],
     (
       'optimizer',
       'step, ms',

@@ -2,6 +2,7 @@
 
 import importlib
 import pathlib
+import types
 
 import jax
 import numpy as np
@@ -19,6 +20,12 @@ def _benchmark(monkeypatch):
   return importlib.import_module('optimizers')
 
 
+@pytest.fixture(name='records')
+def _records(monkeypatch):
+  monkeypatch.syspath_prepend(_BENCHMARKS)
+  return importlib.import_module('optimizer_records')
+
+
 def test_every_file_has_a_row(benchmark):
   assert set(benchmark.names()) == {'scaled_adam_unclipped'} | {
     pathlib.PurePath(file).stem for file in gin_syntax.packaged_files('optimizers')
@@ -27,7 +34,6 @@ def test_every_file_has_a_row(benchmark):
   tables = (
     benchmark._INTERVALS,
     benchmark._BINDINGS,
-    benchmark._FILES,
     benchmark._NEEDS,
     benchmark._PER_EXAMPLE,
   )
@@ -99,13 +105,81 @@ def test_bad_arguments_are_rejected(benchmark, capsys, argv, answer):
   assert caught.value.code == 2 and answer in capsys.readouterr().err
 
 
-def test_parts_make_the_full_table(benchmark, monkeypatch):
+def test_parts_make_the_full_table(benchmark, monkeypatch, records):
   chosen = []
+
+  def measure_all(params_name, names, num_steps, command):
+    del params_name, command
+    chosen.append((names, num_steps))
+    return [_record(records, 'adam', 'set')]
+
   # The parts are compared without measuring them, which takes minutes.
-  monkeypatch.setattr(benchmark, '_print_rows', lambda *arguments: chosen.append(arguments))
+  monkeypatch.setattr(benchmark, 'measure_all', measure_all)
   for number in range(1, 5):
     benchmark.main(['--part', f'{number}/4', '--params', 'set'])
-  assert [name for _, names, _ in chosen for name in names] == benchmark.names() and len(
-    chosen
-  ) == 4
-  assert {num_steps for *_, num_steps in chosen} == {24}
+  assert [name for names, _ in chosen for name in names] == benchmark.names()
+  assert [num_steps for _, num_steps in chosen] == [24] * 4
+
+
+def test_a_record_has_what_was_measured_and_the_command(benchmark, monkeypatch, records):
+  monkeypatch.setattr(benchmark, 'Setting', lambda name: types.SimpleNamespace(num_params=15))
+  monkeypatch.setattr(benchmark.common, 'matmul_gflops', lambda: 400.0)
+  monkeypatch.setattr(
+    benchmark, 'measure', lambda *_: (0.5, [0.002, 0.003, 0.007], [0.002] * 3, 60)
+  )
+  written = []
+  monkeypatch.setattr(records, 'save', written.extend)
+  argv = ['--only', 'lion', 'sam', '--params', 'set']
+  benchmark.main(argv)
+  assert not written
+  benchmark.main([*argv, '--record'])
+  lion, sam = written
+  assert (lion.optimizer, lion.params, lion.num_params, lion.num_steps) == ('lion', 'set', 15, 3)
+  assert (lion.step_ms, lion.slowest_ms, lion.ratio) == (3.0, 7.0, 1.5)
+  assert (lion.compile_s, lion.bytes_per_param, lion.matmul_gflops) == (0.5, 4, [400.0, 400.0])
+  assert lion.command == 'python benchmarks/optimizers.py --only lion sam --params set --record'
+  assert sam.step_ms == 4.0  # the mean, since it works at every other step
+
+
+def _record(records, name, params, **changes):
+  measured = dict(
+    num_params=100,
+    num_steps=24,
+    step_ms=24.6,
+    slowest_ms=150.0,
+    adam_ms=2.0,
+    compile_s=0.25,
+    state_bytes=1200,
+    matmul_gflops=[400.0, 410.0],
+    date='2026-11-29',
+    command='python benchmarks/optimizers.py --record',
+    machine='2 cores',
+  )
+  return records.Record(optimizer=name, params=params, **{**measured, **changes})
+
+
+def test_recording_replaces_its_optimizer_and_fills_its_row(records, tmp_path):
+  heading = (
+    '<!-- optimizers -->\n\n| file | description | rate | state | step | T5 small | notes |\n'
+  )
+  other, new = '| `lion` | a | 1e-4 | 4 | 1.0 | 2.0 | b |\n', '| `adan` | c | | 16 | | | |\n'
+  (tmp_path / 'docs').mkdir()
+  (tmp_path / 'docs/optimizers.md').write_text(heading + other + new + '\n| `adan` | no table |\n')
+  (tmp_path / 'docs/benchmarks.md').write_text(
+    '<!-- optimizer measurements -->\n\n| `adan` |' + ' |' * 10 + '\n'
+  )
+  records.save([_record(records, 'lion', 'set')], tmp_path)
+  adan = [
+    _record(records, 'adan', 'set'),
+    _record(records, 'adan', 't5_small', step_ms=3.9, state_bytes=1),
+  ]
+  records.save([_record(records, 'adan', 'set', step_ms=99.0)], tmp_path)
+  assert new in (tmp_path / 'docs/optimizers.md').read_text()  # half of it is measured
+  records.save(adan, tmp_path)
+  assert (tmp_path / 'docs/optimizers.md').read_text() == (
+    heading + other + '| `adan` | c | | 16 | 12 | 1.9 | |\n' + '\n| `adan` | no table |\n'
+  )
+  assert '| `adan` | 24.6 | 150 | 12.3 | 0.25 | 12 | 3.9 | 150 | 1.95 | 0.25 | 0.01 |\n' in (
+    (tmp_path / 'docs/benchmarks.md').read_text()
+  )
+  assert list(records.read(tmp_path).values()) == [*adan, _record(records, 'lion', 'set')]

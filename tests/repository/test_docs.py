@@ -8,6 +8,7 @@ to a folder, in which the page's commands must find them.
 
 import ast
 import dataclasses
+import datetime
 import importlib
 import importlib.util
 import inspect
@@ -65,10 +66,11 @@ _PAGES = {
   )
 }
 
-sys.path.insert(0, str(_ROOT / 'docs'))
+sys.path[:0] = [str(_ROOT / 'docs'), str(_ROOT / 'benchmarks')]
 tables = importlib.import_module('tables')
+optimizer_records = importlib.import_module('optimizer_records')
 
-sys.path.pop(0)
+del sys.path[:2]
 
 _REFERENCE = _PAGES['docs/configuration.md'] + _PAGES['docs/moe.md']
 _TABLE = re.compile(r'<!-- (?P<kind>[\w ]+?)(?:: (?P<what>[^>]*?))? -->\n\n(?P<rows>(?:\|.*\n)+)')
@@ -495,6 +497,7 @@ def test_own_seqio_task(shown_files, capsys):
 # Optimizers
 
 _OPTIMIZERS = _PAGES['docs/optimizers.md']
+_RECORDS = optimizer_records.read()
 
 
 def _optimizer_rows():
@@ -548,7 +551,47 @@ def test_optimizers_have_the_rate_and_the_state_that_are_said(stem, rate, state)
     per_param = tree_utils.num_bytes(
       jax.eval_shape(optimizer_def.init_state, shapes)
     ) / tree_utils.num_elements(shapes)
-    assert f'{round(per_param, 3):.2g}' == state
+    assert optimizer_records.state_text(per_param) == state
+    if record := _RECORDS.get((stem, 'set')):  # a missing one is the next test's
+      assert optimizer_records.state_text(record.bytes_per_param) == state
+
+
+@pytest.mark.parametrize('page', optimizer_records.PAGES)
+def test_figures_of_optimizers_are_recorded(page):
+  assert optimizer_records.faults(page, _PAGES[page], _RECORDS) == []
+
+
+def test_records_of_optimizers_are_measurements():
+  num_params = {'set': 6_291_456, 't5_small': 76_961_152}
+  for (name, params), record in _RECORDS.items():
+    assert record.num_params == num_params[params], name
+    datetime.date.fromisoformat(record.date)
+    assert record.machine and record.step_ms > 0 and record.slowest_ms >= record.step_ms, name
+    if record.note:
+      continue
+    words = shlex.split(record.command)
+    assert words[:2] == ['python', 'benchmarks/optimizers.py'] and '--record' in words, name
+    assert '--only' not in words or name in words, name
+    assert record.num_steps > 0 and min(record.matmul_gflops) > 0, name
+    # A clock gives more digits than a person types.
+    for milliseconds in (record.step_ms, record.adam_ms):
+      assert milliseconds != float(f'{milliseconds:.3g}'), name
+
+
+def test_made_up_figures_of_optimizers_are_noticed():
+  (row,) = re.findall(r'^\| `adamw` \| with .*\n', _OPTIMIZERS, re.MULTILINE)
+  made_up = re.sub(r'[\d.]+ (\| [\d.]+ \| \|)$', r'0.77 \1', row, flags=re.MULTILINE)
+  unmeasured = row.replace('`adamw`', '`my_adamw`')
+  changes = (
+    (made_up, 'adamw', 'shows the figures 0.77, '),
+    (row + unmeasured, 'my_adamw', 'has no record for set and t5_small'),
+    ('', 'adamw', 'the record of `adamw` has no row'),
+  )
+  for changed, name, said in changes:
+    text = _OPTIMIZERS.replace(row, changed)
+    (fault,) = optimizer_records.faults('docs/optimizers.md', text, _RECORDS)
+    assert f'`{name}`' in fault and said in fault
+    assert f'python benchmarks/optimizers.py --only {name} --record' in fault
 
 
 @pytest.mark.full  # by default, the state of each optimizer, in the test above

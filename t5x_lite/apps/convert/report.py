@@ -9,6 +9,7 @@ from t5x_lite.apps.convert.targets import Conversion
 from t5x_lite.checkpoints import hugging_face
 from t5x_lite.checkpoints import sources
 from t5x_lite.checkpoints.hugging_face import Family
+from t5x_lite.checkpoints.hugging_face import GinSuggestion
 from t5x_lite.data import tokenizer_folders
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.formatting import format_bytes
@@ -54,7 +55,7 @@ def _gin_lines(done: Conversion) -> list[str]:
     'To fine-tune it, with the flags of your task (see t5x_lite train --help):',
     '  t5x_lite train \\',
   ]
-  lines += [f'    {_quoted(flag)} \\' for flag in [*flags, *_vocabulary_flags(done)]]
+  lines += [f'    {_quoted(flag)} \\' for flag in [*flags, *_vocabulary_flags(done, suggested)]]
   lines[-1] = lines[-1].removesuffix(' \\')
   if suggested.problem is not None:
     lines.append(f'  {suggested.problem[0].upper()}{suggested.problem[1:]}.')
@@ -86,10 +87,14 @@ def _layout_flags(done: Conversion) -> list[str]:
   return []
 
 
-def _vocabulary_flags(done: Conversion) -> list[str]:
+def _vocabulary_flags(done: Conversion, suggested: GinSuggestion) -> list[str]:
   if _family(done).name == 'byt5':
     return []
-  path = files.path(done.source).absolute() / tokenizer_folders.MODEL_FILE
+  folder = files.path(done.source).absolute()
+  if suggested.vocabulary_macro == 'VOCABULARY_FOLDER':
+    is_folder = done.source_format == 'hugging_face'
+    return [f'--gin.VOCABULARY_FOLDER={folder if is_folder else "/path/to/its/folder"}']
+  path = folder / tokenizer_folders.MODEL_FILE
   if not path.is_file():
     return ['--gin.VOCABULARY_FILE=/path/to/its/spiece.model']
   flags = [f'--gin.VOCABULARY_FILE={path}']

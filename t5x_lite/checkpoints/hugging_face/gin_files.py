@@ -43,7 +43,8 @@ VOCAB_SIZES: Mapping[str, int] = {
   'byt5': 384,
   'switch': 32128,
 }
-_CODET5 = {'vocab_size': 32100, 'eos_token_id': 2}
+_CODET5 = {'vocab_size': 32100, 'eos_token_id': 2, 'vocabulary_macro': 'VOCABULARY_FOLDER'}
+_MADLAD = {'vocab_size': 256000, 'vocabulary_macro': 'VOCABULARY_FOLDER'}
 # Published models that have the form of a family and sizes or options of their own, by the name of their file.
 # The networks of CodeT5 are T5's, so that its vocabulary, whose texts end with another id, tells them apart.
 FORMS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
@@ -57,9 +58,9 @@ FORMS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     },
   },
   't5_1_1': {
-    'madlad400_3b': {'sizes': (1024, 16, 128, 8192, 32, 32), 'vocab_size': 256000},
-    'madlad400_7b': {'sizes': (2048, 16, 128, 8192, 48, 48), 'vocab_size': 256000},
-    'madlad400_10b': {'sizes': (2048, 32, 128, 16384, 32, 32), 'vocab_size': 256000},
+    'madlad400_3b': {**_MADLAD, 'sizes': (1024, 16, 128, 8192, 32, 32)},
+    'madlad400_7b': {**_MADLAD, 'sizes': (2048, 16, 128, 8192, 48, 48)},
+    'madlad400_10b': {**_MADLAD, 'sizes': (2048, 32, 128, 16384, 32, 32)},
   },
 }
 _SIZE_FIELDS = (
@@ -84,12 +85,14 @@ class GinSuggestion:
     bindings: differences from the file, as `name=value`.
     problem: property that no binding can express, as a sentence; None if there is none.
     files_after_run: gin files that the network needs after the file of the run.
+    vocabulary_macro: macro of the file for the path of the vocabulary, a sentencepiece model or a Hugging Face folder.
   """
 
   file: str
   bindings: tuple[str, ...] = ()
   problem: str | None = None
   files_after_run: tuple[str, ...] = ()
+  vocabulary_macro: str = 'VOCABULARY_FILE'
 
   @property
   def flags(self) -> tuple[str, ...]:
@@ -109,13 +112,14 @@ def suggest_gin(architecture: Architecture, family: Family) -> GinSuggestion:
     architecture: architecture of the network.
     family: family of the files and of the vocabulary.
   """
+  files = _released(family)
   differing = {
     name: {
       field: value
       for field, value in architecture.network_config_kwargs().items()
       if field in released and value != released[field]
     }
-    for name, released in _released(family).items()
+    for name, released in files.items()
   }
   # The file with the fewest differences; the first of several.
   file = min(differing, key=lambda name: len(differing[name]))
@@ -134,6 +138,7 @@ def suggest_gin(architecture: Architecture, family: Family) -> GinSuggestion:
     bindings=tuple(bindings),
     problem=problem,
     files_after_run=(_EXPERTS_FILE,) if architecture.num_experts else (),
+    vocabulary_macro=files[file].get('vocabulary_macro', 'VOCABULARY_FILE'),
   )
 
 

@@ -47,6 +47,16 @@ def test_report_of_each_form(tmp_path):
   assert 'parameters, 2 in bfloat16 and 3 in float32' in convert_report.describe(mixed)
 
 
+def test_a_file_with_a_folder_of_its_vocabulary_has_its_macro(tmp_path):
+  folder, _ = given.folder(tmp_path / 'folder', vocab_size=256000)
+  ours = convert.convert(folder, str(tmp_path / 'ours'), to='t5x_lite')
+  text = convert_report.describe(ours)
+  assert '--gin_file=models/madlad400_3b.gin' in text and 'VOCABULARY_FILE' not in text
+  assert f'--gin.VOCABULARY_FOLDER={tmp_path}/folder' in text
+  again = convert.convert(ours.path, str(tmp_path / 'again'), to='t5x_lite')
+  assert '--gin.VOCABULARY_FOLDER=/path/to/its/folder' in convert_report.describe(again)
+
+
 def test_unknown_activations_are_reported():
   source = given.FakeSource(given.make_state())
   plan = convert_plan.plan_state(source, to='hugging_face')

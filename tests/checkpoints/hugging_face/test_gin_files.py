@@ -8,6 +8,7 @@ import pytest
 from t5x_lite.checkpoints.hugging_face import FAMILIES
 from t5x_lite.checkpoints.hugging_face import Architecture
 from t5x_lite.checkpoints.hugging_face import suggest_gin
+from t5x_lite.checkpoints.hugging_face.gin_files import FORMS
 from t5x_lite.checkpoints.hugging_face.gin_files import SIZES
 
 _MODELS = pathlib.Path(__file__).parents[3] / 'gin' / 'models'
@@ -66,6 +67,12 @@ def test_the_file_of_a_size_has_no_other_bindings(family, size):
   assert suggested.flags == (f'--gin_file=models/{family}_{size}.gin',)
   assert bool(suggested.files_after_run) == (family == 'switch')
   assert all((_MODELS.parent / file).is_file() for file in suggested.files_after_run)
+
+
+@pytest.mark.parametrize('name', [name for forms in FORMS.values() for name in forms])
+def test_the_file_of_a_form_has_the_macro_of_its_vocabulary(name):
+  own = next(forms[name] for forms in FORMS.values() if name in forms)
+  assert own.get('vocabulary_macro', 'VOCABULARY_FILE') in _config(f'{name}.gin')
 
 
 def test_every_released_size_has_a_file():

@@ -1,0 +1,216 @@
+"""Recorded measurements of optimizers, and the tables of the documentation that show them.
+
+    python benchmarks/optimizers.py --only lion adamw --record    # measures, records, writes the tables
+    python benchmarks/optimizer_records.py                        # writes the tables again from the records
+
+A line of `results/optimizers.jsonl` is one optimizer on one set of parameters. No figure is typed into a table: a new
+optimizer gets a row with empty figures, and `--record` fills it. `tests/repository/test_docs.py` compares both.
+"""
+
+from collections.abc import Iterable, Mapping
+import dataclasses
+import json
+import pathlib
+import re
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+FILE = 'benchmarks/results/optimizers.jsonl'
+PARAMS = ('set', 't5_small')
+# Rows of the benchmark that are a file of gin/optimizers/ with other bindings, and that file.
+VARIANTS = {'scaled_adam_unclipped': 'scaled_adam'}
+# Pages, and the comment before each of their tables.
+PAGES = {
+  'docs/optimizers.md': 'optimizers',
+  'docs/benchmarks.md': 'optimizer measurements',
+}
+# Number of cells before the figures.
+_FIRST_FIGURE = {'optimizers': 4, 'optimizer measurements': 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+  """A measurement of one optimizer on one set of parameters.
+
+  Attributes:
+    optimizer: name of a file of gin/optimizers/, or of `VARIANTS`.
+    params: one of `PARAMS`.
+    num_params: number of parameters.
+    num_steps: number of steps that count.
+    step_ms: their median; the mean where work returns every few steps.
+    slowest_ms: the slowest of them.
+    adam_ms: median of the steps of `optax.adam` between them.
+    compile_s: seconds of compilation.
+    state_bytes: size of the optimizer state.
+    matmul_gflops: rates of a bare matmul before and after the run.
+    date: day of the run, as 2026-11-29.
+    command: command that measured it.
+    machine: processor, devices and versions.
+    note: source of a record that the benchmark did not write.
+  """
+
+  optimizer: str
+  params: str
+  num_params: int
+  num_steps: int | None
+  step_ms: float
+  slowest_ms: float
+  adam_ms: float
+  compile_s: float
+  state_bytes: int
+  matmul_gflops: list[float] | None
+  date: str
+  command: str
+  machine: str
+  note: str = ''
+
+  @property
+  def ratio(self) -> float:
+    """Time of a step divided by that of `optax.adam`."""
+    return self.step_ms / self.adam_ms
+
+  @property
+  def bytes_per_param(self) -> float:
+    """Size of the state divided by the number of parameters."""
+    return self.state_bytes / self.num_params
+
+
+Records = Mapping[tuple[str, str], Record]
+
+
+def read(root: pathlib.Path = _ROOT) -> dict[tuple[str, str], Record]:
+  """Return the records of a checkout by (optimizer, params)."""
+  path = root / FILE
+  if not path.exists():
+    return {}
+  records = {}
+  for line in path.read_text(encoding='utf-8').splitlines():
+    known = Record(**json.loads(line))
+    records[known.optimizer, known.params] = known
+  return records
+
+
+def save(measured: Iterable[Record], root: pathlib.Path = _ROOT) -> None:
+  """Replace or add these records, keep the others, and write all figures into the tables.
+
+  Args:
+    measured: new records.
+    root: folder of the checkout.
+  """
+  records = read(root)
+  for new in measured:
+    records[new.optimizer, new.params] = new
+  lines = [json.dumps(dataclasses.asdict(records[key])) + '\n' for key in sorted(records)]
+  path = root / FILE
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(''.join(lines), encoding='utf-8')
+  write_tables(root)
+
+
+def write_tables(root: pathlib.Path = _ROOT) -> None:
+  """Write the recorded figures into the tables of the pages, in rows whose optimizer is measured on both sets."""
+  records = read(root)
+  for page, kind in PAGES.items():
+    path = root / page
+    lines = path.read_text(encoding='utf-8').splitlines(keepends=True)
+    for index, name in _rows(lines, kind).items():
+      if not _missing(name, records):
+        lines[index] = _with_figures(lines[index], kind, _figures(kind, name, records))
+    path.write_text(''.join(lines), encoding='utf-8')
+
+
+def faults(page: str, text: str, records: Records) -> list[str]:
+  """Return a message for each row whose figures are not recorded, and for each record without a row.
+
+  Args:
+    page: a key of `PAGES`.
+    text: contents of this page.
+    records: result of `read`.
+  """
+  kind = PAGES[page]
+  lines = text.splitlines(keepends=True)
+  rows = _rows(lines, kind)
+  messages = []
+  for index, name in rows.items():
+    measure = _command(name)
+    if missing := _missing(name, records):
+      messages.append(
+        f'{page}: `{name}` has no record for {" and ".join(missing)} in {FILE}. Measure it: {measure}'
+      )
+      continue
+    recorded = _figures(kind, name, records)
+    first = _FIRST_FIGURE[kind]
+    shown = _cells(lines[index])[first : first + len(recorded)]
+    if shown != recorded:
+      messages.append(
+        f'{page}: `{name}` shows the figures {", ".join(shown)}, and {FILE} has {", ".join(recorded)}. '
+        f'Write those into the table: python benchmarks/optimizer_records.py, or measure again: {measure}'
+      )
+  names = {name for name, _ in records}
+  if kind == 'optimizers':
+    names -= set(VARIANTS)
+  for name in sorted(names - set(rows.values())):
+    messages.append(
+      f'{page}: the record of `{name}` has no row. Delete it from {FILE}, or add a row with empty figures and run '
+      f'{_command(name)}'
+    )
+  return messages
+
+
+def state_text(bytes_per_param: float) -> str:
+  """Return the size of a state as the tables show it."""
+  return f'{round(bytes_per_param, 3):.2g}'
+
+
+def _command(name):
+  return f'python benchmarks/optimizers.py --only {name} --record'
+
+
+def _missing(name, records):
+  """Return the sets of parameters on which the optimizer is not measured."""
+  return [params for params in PARAMS if (name, params) not in records]
+
+
+def _figures(kind, name, records):
+  """Return the texts of a row's cells that are measured, from left to right."""
+  measured = [records[name, params] for params in PARAMS]
+  if kind == 'optimizers':
+    # One decimal, or none from 10 on.
+    return [f'{one.ratio:.1f}' if one.ratio < 9.95 else f'{one.ratio:.0f}' for one in measured]
+  figures = []
+  for one in measured:
+    for value in (one.step_ms, one.slowest_ms, one.ratio, one.compile_s):
+      figures.append(f'{value:.3g}' if value < 99.5 else f'{value:.0f}')
+    figures.append(state_text(one.bytes_per_param))
+  return figures
+
+
+def _rows(lines, kind):
+  """Return {index of a line: optimizer} of the rows of the tables of that kind."""
+  rows = {}
+  for start, line in enumerate(lines):
+    if line != f'<!-- {kind} -->\n':
+      continue
+    for index in range(
+      start + 2, len(lines)
+    ):  # An empty line is between the comment and the table.
+      if not lines[index].startswith('|'):
+        break
+      if name := re.match(r'\| `(\w+)` \|', lines[index]):
+        rows[index] = name[1]
+  return rows
+
+
+def _cells(line):
+  return [cell.strip() for cell in line.split('|')[1:-1]]
+
+
+def _with_figures(line, kind, figures):
+  """Return the row of a table with these figures instead of its own."""
+  cells = line.split('|')
+  first = 1 + _FIRST_FIGURE[kind]  # Before the first bar stands nothing.
+  cells[first : first + len(figures)] = [f' {figure} ' for figure in figures]
+  return '|'.join(cells)
+
+
+if __name__ == '__main__':
+  write_tables()
