@@ -62,7 +62,8 @@ _SPECIAL_KEYS = (
   'sep_token',
   'mask_token',
 )
-# Tokens of transformers' class for RoBERTa, whose files need not name them.
+# Tokens of transformers' classes for T5 and RoBERTa, whose files need not name them.
+_T5_TOKENS = {'pad_token': '<pad>', 'eos_token': _EOS, 'unk_token': '<unk>'}
 _ROBERTA_TOKENS = {
   'pad_token': '<pad>',
   'eos_token': _EOS,
@@ -217,7 +218,8 @@ def _make_from_json(root: files.Path, config: Mapping[str, Any], number: int | N
   path = str(root / TOKENIZER_JSON)
   contents = _read_json(root / TOKENIZER_JSON)
   tokenizer_json.check_model(contents, path)
-  special = _special_tokens(root, config)
+  is_unigram = contents['model']['type'] == 'Unigram'
+  special = _special_tokens(root, _T5_TOKENS if is_unigram else {})
   if special.eos == _EOS and tokenizer_json.is_sentencepiece(contents, special.eos):
     vocabulary = SentencePieceVocabulary(path, _number_of_sentinels(path, root, config, number))
     if _has_these_sentinels(vocabulary, _recorded_tokens(root)):
@@ -248,7 +250,7 @@ def _make_from_merges(root: files.Path, name: str) -> Vocabulary:
       f'.save_pretrained({str(root)!r}).'
     )
   has_ends = hugging_face.BYTE_LEVEL_CLASSES[kind]
-  special = _special_tokens(root, {}, _ROBERTA_TOKENS if has_ends else {})
+  special = _special_tokens(root, _ROBERTA_TOKENS if has_ends else {})
   contents = hugging_face.byte_level_bpe(
     _read_json(root / VOCAB_JSON),
     untrusted.read_limited(root, MERGES).decode('utf-8', errors='replace'),
@@ -265,15 +267,13 @@ def _make_from_merges(root: files.Path, name: str) -> Vocabulary:
   return HuggingFaceVocabulary(str(root / VOCAB_JSON), json.dumps(contents), special)
 
 
-def _special_tokens(
-  root: files.Path, config: Mapping[str, Any], defaults: Mapping[str, str] | None = None
-) -> SpecialTokens:
+def _special_tokens(root: files.Path, defaults: Mapping[str, str]) -> SpecialTokens:
   """Return the special tokens in the files of transformers' tokenizer.
 
   Raises:
     ConfigError: there is no end token.
   """
-  tokens = dict(defaults or {})
+  tokens = dict(defaults)
   for name in (SPECIAL_TOKENS, TOKENIZER_CONFIG):
     facts = _read_json(root / name)
     for key in _SPECIAL_KEYS:
@@ -282,8 +282,6 @@ def _special_tokens(
         token = token.get('content')
       if isinstance(token, str):
         tokens[key] = token
-  if 'eos_token' not in tokens and config.get('model_type') in _EXTRA_IDS:
-    tokens = {'pad_token': '<pad>', 'eos_token': _EOS, 'unk_token': '<unk>'} | tokens
   if 'eos_token' not in tokens:
     raise ConfigError(
       f'The tokenizer of {str(root)!r} must have an end token, got no eos_token in {TOKENIZER_CONFIG} or '

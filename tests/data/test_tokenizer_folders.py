@@ -362,9 +362,17 @@ def test_tokenizer_json_without_a_table_has_t5s(tmp_path, model_file):
     tokenizer_folders.write_sentencepiece_model(folder, str(tmp_path / 'y'), normalization='T6')
 
 
+def _exported_json(tmp_path, model_file, extra_ids=7):
+  """Returns the tokenizer.json that an export writes for a sentencepiece model."""
+  (tmp_path / 'exported').mkdir()
+  vocabulary = data.SentencePieceVocabulary(str(model_file), extra_ids)
+  tokenizer_files.write(tmp_path / 'exported', get_family('t5_1_1'), vocabulary)
+  return json.loads((tmp_path / 'exported' / 'tokenizer.json').read_text())
+
+
 def test_tokenizer_json_is_read_as_it_is(tmp_path, model_file):
   """Without a table, white space of any kind separates words and other characters stay, as in its own library."""
-  contents = _tokenizer_json(model_file) | {'normalizer': None}
+  contents = _exported_json(tmp_path, model_file) | {'normalizer': None}
   folder = _folder(tmp_path / 'x', tokenizer=contents, tokenizer_config={'extra_ids': 7})
   os.chmod(folder, 0o500)
   vocabulary = tokenizer_folders.hugging_face_vocabulary(folder)
@@ -393,8 +401,8 @@ def test_tokenizer_json_is_read_as_it_is(tmp_path, model_file):
 def test_byte_fallback_of_tokenizer_json(tmp_path):
   """Characters without a piece become bytes, which give the text again."""
   trained = _train(tmp_path / 'bytes.model', byte_fallback=True, vocab_size=500)
-  contents = _tokenizer_json(trained)
-  contents['model']['byte_fallback'] = True
+  contents = _exported_json(tmp_path, trained, 0)
+  assert contents['model']['byte_fallback'] is True
   folder = _folder(tmp_path / 'x', tokenizer=contents, tokenizer_config={'extra_ids': 0})
   vocabulary = tokenizer_folders.hugging_face_vocabulary(folder)
   original = data.SentencePieceVocabulary(str(trained), 0)
@@ -432,7 +440,7 @@ def test_byte_fallback_of_tokenizer_json(tmp_path):
 )
 def test_other_unigram_tokenizers_are_read_by_their_library(tmp_path, model_file, change):
   tokenizers = pytest.importorskip('tokenizers')
-  contents = _tokenizer_json(model_file) | change
+  contents = _exported_json(tmp_path, model_file) | change
   folder = _folder(
     tmp_path / 'x',
     tokenizer=contents,
@@ -645,7 +653,6 @@ def test_without_a_tokenizer(tmp_path):
 @pytest.mark.parametrize(
   'options, message',
   [
-    (dict(byte_fallback=True, vocab_size=400), 'byte_fallback'),
     (dict(model_type='bpe'), 'not a unigram model'),
     (dict(remove_extra_whitespaces=False), 'keeps spaces'),
     (dict(pad_piece='[PAD]'), r"begins with .*'\[PAD\]'"),

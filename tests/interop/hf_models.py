@@ -34,6 +34,8 @@ _TOKENIZER_FILES = (
   'spiece.model',
   'special_tokens_map.json',
   'added_tokens.json',
+  'vocab.json',
+  'merges.txt',
 )
 
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from t5x_lite import checks
 from t5x_lite.data import corpora
-from t5x_lite.data.vocabularies import SentencePieceVocabulary
 from t5x_lite.data.text.packages import sentencepiece_modules
+from t5x_lite.data.vocabularies import SentencePieceVocabulary
 from t5x_lite.errors import ConfigError, DataError, did_you_mean
 from t5x_lite.formatting import format_table
 from t5x_lite.formatting import short_repr

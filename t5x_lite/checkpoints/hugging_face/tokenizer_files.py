@@ -101,7 +101,10 @@ def write(
         vocabularies.read_model_file(tokenizer.sentencepiece_model_file)
       )
       _write_json(root / tokenizer_folders.TOKENIZER_JSON, _tokenizer_json(model, sentinels))
-      name = _write_config(root, 'T5Tokenizer', sentinels, tokenizer.extra_ids)
+      # T5's class of transformers 5 drops the bytes of unknown characters.
+      is_fallback = model.trainer_spec.byte_fallback
+      tokenizer_class = 'PreTrainedTokenizerFast' if is_fallback else 'T5Tokenizer'
+      name = _write_config(root, tokenizer_class, sentinels, tokenizer.extra_ids)
       return name, tokenizer_folders.TOKENIZER_JSON, tokenizer_folders.MODEL_FILE
     case 'HuggingFaceVocabulary':
       _check_size(tokenizer.vocab_size, vocab_size)
@@ -195,8 +198,6 @@ def _problem(model: Any) -> str | None:
   names = tuple(piece.piece for piece in model.pieces[: len(_SPECIAL_PIECES)])
   if trainer.model_type != _UNIGRAM:
     return 'is not a unigram model'
-  if trainer.byte_fallback:
-    return 'encodes unknown characters as bytes (byte_fallback)'
   if names != _SPECIAL_PIECES:
     return f'begins with the pieces {names} instead of {_SPECIAL_PIECES}'
   if not (
@@ -261,6 +262,9 @@ def _tokenizer_json(model: Any, sentinels: list[str]) -> dict[str, Any]:
     'prepend_scheme': 'always',
     'split': True,
   }
+  decoder: dict[str, Any] = metaspace
+  if model.trainer_spec.byte_fallback:
+    decoder = {'type': 'Sequence', 'decoders': [{'type': 'ByteFallback'}, metaspace]}
   eos = _SPECIAL_PIECES[1]
   a = {'Sequence': {'id': 'A', 'type_id': 0}}
   b = {'Sequence': {'id': 'B', 'type_id': 0}}
@@ -292,8 +296,13 @@ def _tokenizer_json(model: Any, sentinels: list[str]) -> dict[str, Any]:
       'pair': [a, end, b, end],
       'special_tokens': {eos: {'id': eos, 'ids': [1], 'tokens': [eos]}},
     },
-    'decoder': metaspace,
-    'model': {'type': 'Unigram', 'unk_id': 2, 'vocab': pieces, 'byte_fallback': False},
+    'decoder': decoder,
+    'model': {
+      'type': 'Unigram',
+      'unk_id': 2,
+      'vocab': pieces,
+      'byte_fallback': model.trainer_spec.byte_fallback,
+    },
   }
 
 

@@ -18,6 +18,8 @@ from t5x_lite.errors import CheckpointError, ConfigError
 
 # Classes of transformers with byte-level BPE, and whether they put special tokens around a text.
 BYTE_LEVEL_CLASSES = {'Roberta': True, 'Bart': True, 'GPT2': False, 'CodeGen': False}
+# Fields that a written file may lack.
+_TOKEN_DEFAULTS = dataclasses.asdict(AddedToken(id=0, content='')) | {'special': False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,6 +218,7 @@ def with_tokens(contents: Mapping[str, Any], tokens: Sequence[AddedToken]) -> di
   for token in tokens:
     if token.content not in known:
       added.append({**dataclasses.asdict(token), 'special': not token.normalized})
+  added = [{**_TOKEN_DEFAULTS, **token} for token in added]
   added.sort(key=lambda token: token['id'])
   return {**contents, 'added_tokens': added}
 
@@ -246,12 +249,13 @@ def byte_level_bpe(
     'trim_offsets': True,
     'use_regex': True,
   }
+  # A missing end token is an error of the vocabulary that is made of the result.
   processor: dict[str, Any] = byte_level
   if bos is not None:
     processor = {
       'type': 'RobertaProcessing',
-      'sep': [special.eos, vocab.get(special.eos, -1)],
-      'cls': [bos, vocab.get(bos, -1)],
+      'sep': [special.eos, vocab.get(special.eos, 0)],
+      'cls': [bos, vocab.get(bos, 0)],
       'trim_offsets': True,
       'add_prefix_space': has_prefix_space,
     }
