@@ -85,6 +85,8 @@ setuptools.setup(
     'gcs': ['gcsfs>=2025.1'],
     's3': ['s3fs>=2025.1'],
     'hub': ['huggingface_hub>=1.0'],
+    # Tokenizers of other types than sentencepiece, such as CodeT5's.
+    'tokenizers': ['tokenizers>=0.21'],
     'plot': ['matplotlib>=3.9'],
     'grain': ['grain>=0.2.18'],
     'test': [
@@ -101,7 +103,7 @@ setuptools.setup(
       'setuptools>=77',  # tests/test_packaging.py builds without downloading it
       'safetensors>=0.5',  # the reference that our own reading and writing are compared with
     ],
-    # The object stores that tests/stores.py emulates; the lock is requirements/lock-stores.txt.
+    # The object stores that tests/stores.py emulates, and tokenizers; the lock is requirements/lock-stores.txt.
     'test-stores': [
       'flask>=3',  # with flask-cors, what moto's server needs for S3; its extra `server` brings 60 MB more
       'flask-cors>=5',
@@ -110,6 +112,7 @@ setuptools.setup(
       'huggingface_hub>=1.0',
       'moto[s3]>=5',
       's3fs>=2025.1',
+      'tokenizers>=0.21',
     ],
     # `make test-interop`, in an environment without TensorFlow; the lock is requirements/lock-interop.txt.
     'test-interop': [
