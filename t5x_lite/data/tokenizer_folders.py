@@ -122,6 +122,13 @@ def hugging_face_vocabulary(
     _check_without_effect(root, extra_ids=extra_ids, added_tokens=added_tokens)
   elif added_tokens:
     vocabulary = _with_added_tokens(root, vocabulary)
+  ends = end_token_ids(root)
+  if ends and vocabulary.eos_id not in ends:
+    raise ConfigError(
+      f'The end token of the tokenizer of {os.fspath(folder)!r} must be one of the ids {list(ends)} that end a text '
+      f'(eos_token_id in generation_config.json or config.json), got {vocabulary.eos_id}. '
+      "Copy the model's tokenizer to the folder, or correct eos_token_id."
+    )
   num_rows = config.get('vocab_size')
   is_added = isinstance(vocabulary, AddedTokensVocabulary)
   if (
@@ -152,6 +159,16 @@ def hugging_face_vocabulary(
 
     return seqio_examples.as_seqio_vocabulary(vocabulary)
   return vocabulary
+
+
+def end_token_ids(root: files.Path) -> tuple[int, ...]:
+  """Return the ids that end a text, of generation_config.json or else config.json; empty if neither has any."""
+  for name in ('generation_config.json', 'config.json'):
+    ends = _read_json(root / name).get('eos_token_id')
+    if ends is not None:
+      break
+  ends = ends if isinstance(ends, list) else [ends]
+  return tuple(i for i in ends if isinstance(i, int) and not isinstance(i, bool))
 
 
 def _make(root: files.Path, config: Mapping[str, Any], extra_ids: int | None) -> Vocabulary:

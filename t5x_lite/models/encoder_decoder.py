@@ -63,6 +63,8 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     loss_normalizing_factor: see `BaseTransformerModel`.
     default_decoder_params: `DecoderParams` of predictions whose call does not specify them.
     metric_fns: see `BaseTransformerModel`.
+    stop_token_ids: tokens that end a decoded sequence, in addition to the end token of `output_vocabulary`; if there
+      are any, they replace those of `decode_fn`.
 
   Raises:
     ConfigError: see `BaseTransformerModel`; or a number of decodes that `decode_fn` does not support.
@@ -86,6 +88,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     default_decoder_params: DecoderParams | None = None,
     *,
     metric_fns: Sequence[base.MetricFn] = (),
+    stop_token_ids: Sequence[int] = (),
   ):
     super().__init__(
       module=module,
@@ -99,6 +102,14 @@ class EncoderDecoderModel(base.BaseTransformerModel):
       feature_converter_cls=feature_converter_cls,
       metric_fns=metric_fns,
     )
+    checks.check(
+      'models.EncoderDecoderModel',
+      {'stop_token_ids': tuple(stop_token_ids)},
+      stop_token_ids=checks.Expectation(
+        'ids above 0', lambda ids: all(isinstance(i, int) and i > 0 for i in ids)
+      ),
+    )
+    self.stop_token_ids = tuple(stop_token_ids)
     self._default_decoder_params = default_decoder_params or DecoderParams()
     generation.check_decoder_options(
       decode_fn, self._default_decoder_params.num_decodes, 'models.DecoderParams.num_decodes'
@@ -227,6 +238,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
       eos_id=self.output_vocabulary.eos_id,
       num_decodes=num_decodes,
       prefilled=prompt_with_targets,
+      stop_token_ids=self.stop_token_ids,
     )
     decoder_inputs = batch['decoder_input_tokens']
     if prompt_with_targets:

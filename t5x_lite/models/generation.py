@@ -1,6 +1,6 @@
 """Token-by-token decoding with a network: encoder-decoder generation, and functions shared with decoder-only models."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 import functools
 import inspect
 from typing import Any
@@ -266,6 +266,7 @@ def decode_options(
   eos_id: int,
   num_decodes: int,
   prefilled: bool,
+  stop_token_ids: Sequence[int] = (),
 ) -> dict[str, Any]:
   """Return the options of a decoding, checked before anything is computed.
 
@@ -277,6 +278,7 @@ def decode_options(
     eos_id: the vocabulary's end token.
     num_decodes: number of sequences for each row.
     prefilled: True if decoding starts after prompts.
+    stop_token_ids: further tokens that end a sequence.
 
   Returns:
     Keyword arguments of `decode_fn`.
@@ -307,7 +309,18 @@ def decode_options(
     supported = arguments
   else:
     supported = contract.options
-  options = {'decode_rng': rng, 'eos_id': eos_id}
+  options: dict[str, Any] = {'decode_rng': rng, 'eos_id': eos_id}
+  others = tuple(i for i in stop_token_ids if i != eos_id)
+  if others and supported is not None and 'stop_token_ids' not in supported:
+    raise checks.invalid(
+      '',
+      'decode_fn',
+      f'a decoding algorithm with the argument stop_token_ids, which gets {others}',
+      _name(decode_fn),
+      'Use decoding.beam_search, or set stop_token_ids of the model to ().',
+    )
+  if others:
+    options['stop_token_ids'] = others
   for name, value in (decoder_params or {}).items():
     if supported is None:
       known = None

@@ -27,7 +27,6 @@ _CODES = {
 }
 _NAMES = {np.dtype(dtype).name: code for code, dtype in _CODES.items()}
 HEAD_DIM = 6
-_EOS = 1
 _TOKENIZER_FILES = (
   'tokenizer.json',
   'tokenizer_config.json',
@@ -193,7 +192,7 @@ class HFModel:
     )['row']
     name = self.state['lm_head.weight']
     table = self.parameters[name].copy()
-    table[_EOS] = row
+    table[self.config['eos_token_id']] = row
     return self._with(f'{self.name}.ends', {**self.parameters, name: table})
 
   def _with(self, name: str, parameters: Mapping[str, np.ndarray]) -> 'HFModel':

@@ -11,7 +11,6 @@ import transformers
 from transformers.models.t5 import modeling_t5
 
 _PADDING = -100
-_EOS = 1
 
 torch.set_num_threads(1)
 assert importlib.util.find_spec('tensorflow') is None, (
@@ -212,7 +211,9 @@ def end_row(model: Any, batch: Any, amount: float) -> np.ndarray:
     forward(model, batch)
     head.remove()
     mean = hidden[0].mean((0, 1))
-    return to_numpy(model.lm_head.weight[_EOS] + mean * (amount / (mean @ mean)))
+    return to_numpy(
+      model.lm_head.weight[model.config.eos_token_id] + mean * (amount / (mean @ mean))
+    )
 
 
 class _BrevityPenalty(float):
@@ -291,7 +292,7 @@ def generate(
   )
   tokens = result.sequences.numpy()[:, 1:]
   tokens = np.pad(tokens, ((0, 0), (0, length - tokens.shape[1]))).reshape(num_rows, -1, length)
-  is_end = tokens == _EOS
+  is_end = tokens == model.config.eos_token_id
   found = {'tokens': np.where(np.cumsum(is_end, axis=-1) > is_end, 0, tokens).astype(np.int32)}
   if (scores := result.get('sequences_scores')) is not None:
     found['scores'] = scores.numpy().reshape(num_rows, -1)

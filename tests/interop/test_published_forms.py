@@ -3,10 +3,13 @@
 Each is compared as `docs/weights.md` says: logits, greedy tokens, and the bits after a conversion and back.
 """
 
+import types
+
 import numpy as np
 import pytest
 
 from t5x_lite import decoding
+from t5x_lite import models
 from t5x_lite.apps.convert import run as convert
 from t5x_lite.checkpoints.hugging_face import HuggingFaceFolder
 from tests.interop import reference
@@ -46,6 +49,9 @@ _FORMS = {
       options=(('relative_attention_num_buckets', 64), *_SILU[0]),
       our_options=(('num_relpos_buckets', 64), *_SILU[1]),
     ),
+    # CodeT5 is T5 1.0 with another end token, MADLAD-400 T5 1.1 with another padding and end token.
+    reference.Family(name='codet5', gated=False, tied=True, options=(('eos_token_id', 2),)),
+    reference.Family(name='madlad400', options=(('eos_token_id', 2), ('pad_token_id', 1))),
     reference.Family(name='epsilon', options=_EPSILON, our_options=_EPSILON),
     # So large that no norm may miss it.
     reference.Family(
@@ -70,7 +76,7 @@ _CASES = [
     layout,
     id=f'{name}-{layout}',
     marks=[]
-    if (name, layout) in (('ul2', 't5'), ('large_epsilon', 'scalable_t5'))
+    if (name, layout) in (('ul2', 't5'), ('madlad400', 't5'), ('large_epsilon', 'scalable_t5'))
     else [pytest.mark.full],
   )
   for name, family in _FORMS.items()
@@ -88,7 +94,15 @@ def test_logits_and_greedy_tokens(name, layout, tmp_path):
   reference.assert_same_bits(params, reference.our_tree(model.tensors, family, layout))
   logits = reference.logits_fn(family, layout)(params, batch)
   assert reference.max_error(logits, want, batch) < 1e-5
-  ours = reference.our_model(reference.our_module(family, layout), decode_fn=decoding.greedy_search)
+  (end,) = HuggingFaceFolder(str(tmp_path / 'theirs')).architecture.eos_token_ids
+  vocabulary = types.SimpleNamespace(vocab_size=reference.VOCAB_SIZE, eos_id=end, pad_id=0)
+  ours = models.EncoderDecoderModel(
+    reference.our_module(family, layout),
+    vocabulary,
+    vocabulary,
+    None,
+    decode_fn=decoding.greedy_search,
+  )
   inputs = {
     'encoder_input_tokens': batch['encoder_input_tokens'],
     'decoder_input_tokens': np.zeros((3, _LENGTH), np.int32),

@@ -246,9 +246,9 @@ def test_the_file_has_the_published_dims(row):
   assert sparse == {stack: published.sparse_layers_of(stack) for stack in sparse}
   assert hugging_face.family_of(_config_json(row)).name == _family(row)
   # The file that conversion proposes is this one.
-  end = 2 if _form(row) == 'codet5' else 1
-  family = dataclasses.replace(hugging_face.get_family(_family(row)), eos_token_id=end)
-  suggested = hugging_face.suggest_gin(published, family)
+  end = 2 if _form(row) in ('codet5', 'madlad400') else 1
+  published = dataclasses.replace(published, eos_token_ids=(end,))
+  suggested = hugging_face.suggest_gin(published, hugging_face.get_family(_family(row)))
   assert suggested.file == f'models/{_SAME.get(row.gin_file, row.gin_file)}.gin'
   assert suggested.problem is None
   assert set(suggested.bindings) <= {f'{name}={value}' for name, value in row.macros.items()}

@@ -821,6 +821,9 @@ def layout_metadata(model: models.BaseModel) -> dict[str, Any]:
       if isinstance(value, tuple):
         value = list(value)
       network[field.name] = value
+  ends = [model.output_vocabulary.eos_id, *getattr(model, 'stop_token_ids', ())]
+  if None not in ends and {*ends} != {1}:  # T5's is not recorded, as in earlier versions.
+    network['eos_token_ids'] = list(dict.fromkeys(ends))
   network['relpos_bias_tables'] = 'per_layer' if config.relpos_per_layer else 'per_stack'
   if isinstance(model.module, StackNetwork):
     if not model.module.has_position_biases:

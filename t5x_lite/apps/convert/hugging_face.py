@@ -17,6 +17,7 @@ from t5x_lite.apps.convert.state_plan import PARAM_STATES
 from t5x_lite.apps.convert.state_plan import PARAMS
 from t5x_lite.checkpoints import hugging_face
 from t5x_lite.checkpoints import sources
+from t5x_lite.checkpoints.hugging_face import config_json
 from t5x_lite.checkpoints.hugging_face import tokenizer_files
 from t5x_lite.checkpoints.hugging_face import writer
 from t5x_lite.errors import T5xLiteError
@@ -96,6 +97,8 @@ class HuggingFaceTarget(targets.Target):
     if isinstance(source, sources.HuggingFaceSource):
       folder = source.folder
     architecture = source_network.architecture_of(source, plan)
+    if folder is None and self.tokenizer is not None:
+      architecture = _with_special_ids(architecture, files.path(self.tokenizer))
     if folder is None and not plan.network.get('mlp_activations'):
       notes.append(
         'The checkpoint does not record the MLP activations and the maximum distance of the position biases. '
@@ -172,6 +175,20 @@ class HuggingFaceTarget(targets.Target):
     if done.has_tokenizer:
       lines.append(f'  tokenizer = AutoTokenizer.from_pretrained({path!r})')
     return lines
+
+
+def _with_special_ids(
+  architecture: hugging_face.Architecture, tokenizer: files.Path
+) -> hugging_face.Architecture:
+  """Return the architecture with the special ids of the folder that the tokenizer is from."""
+  if not (tokenizer / 'config.json').is_file():
+    return architecture
+  config = config_json.read(tokenizer, 'config.json')
+  return dataclasses.replace(
+    architecture,
+    pad_token_id=config.get('pad_token_id') or 0,
+    eos_token_ids=config_json.end_ids(config),
+  )
 
 
 def _try_tokenizer(

@@ -39,6 +39,8 @@ class Architecture:
     router_bias: True if the routers have biases.
     router_jitter_noise: noise on a router's inputs in training; stored in no array, only in `config.json`.
     expert_capacity: tokens of a sequence that an expert accepts in transformers; only in `config.json`.
+    pad_token_id: id of padding in transformers; ours is always 0.
+    eos_token_ids: ids that end a text.
     scale_tied_logits: True if logits computed by the embedding table are scaled by emb_dim**-0.5.
   """
 
@@ -62,6 +64,8 @@ class Architecture:
   router_jitter_noise: float = 0.01
   expert_capacity: int = 64
   scale_tied_logits: bool = True
+  pad_token_id: int = 0
+  eos_token_ids: tuple[int, ...] = (1,)
 
   def __post_init__(self):
     sparse_layers = self.sparse_encoder_layers + self.sparse_decoder_layers
@@ -132,9 +136,8 @@ class Architecture:
       'd_ff': self.mlp_dim,
       'd_kv': self.head_dim,
       'd_model': self.emb_dim,
-      'decoder_start_token_id': family.decoder_start_token_id,
       'dropout_rate': 0.1,
-      'eos_token_id': family.eos_token_id,
+      **self.special_ids(),
       'initializer_factor': 1.0,
       'is_encoder_decoder': True,
       'layer_norm_epsilon': self.layer_norm_epsilon,
@@ -142,7 +145,6 @@ class Architecture:
       'num_decoder_layers': self.num_decoder_layers,
       'num_heads': self.num_heads,
       'num_layers': self.num_encoder_layers,
-      'pad_token_id': family.pad_token_id,
       'relative_attention_max_distance': self.relpos_max_distance,
       'relative_attention_num_buckets': self.relpos_num_buckets,
       'tie_word_embeddings': self.logits_via_embedding,
@@ -159,6 +161,14 @@ class Architecture:
     if self.num_experts:
       result |= self._sparse_json()
     return dict(sorted(result.items()))
+
+  def special_ids(self) -> dict[str, Any]:
+    """Return the keys of special ids, of `config.json` and `generation_config.json`."""
+    ends: Any = list(self.eos_token_ids)
+    if len(ends) == 1:
+      ends = ends[0]
+    # Our decoders start with 0.
+    return {'decoder_start_token_id': 0, 'eos_token_id': ends, 'pad_token_id': self.pad_token_id}
 
   def _sparse_json(self) -> dict[str, Any]:
     result = {
@@ -244,6 +254,8 @@ _NOT_IN_SHAPES = frozenset(
     'router_jitter_noise',
     'expert_capacity',
     'scale_tied_logits',
+    'pad_token_id',
+    'eos_token_ids',
   }
 )
 # Metadata have the names of `T5Config` or those of `Architecture`.

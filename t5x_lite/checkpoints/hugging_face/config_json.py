@@ -107,17 +107,31 @@ _TYPE_EXPECTATIONS = {
   ),
 }
 _FIELD_EXPECTATIONS = {
-  'pad_token_id': Expectation('0, the padding of our networks', lambda value: value in (0, None)),
+  # Padding is masked, and id 0 in our batches: whether texts may have id 0 is checked with the tokenizer.
+  'pad_token_id': checks.number(at_least=0, integer=True).or_none(),
   'decoder_start_token_id': Expectation(
     '0, the first input of our decoders', lambda value: value in (0, None)
   ),
   'eos_token_id': Expectation(
-    '1, the end of a text in all vocabularies of T5', lambda value: value in (1, [1], None)
+    'an id above 0, or a list of such ids', lambda value: _are_ends(value)
   ),
   'router_dtype': Expectation(
     "'float32', the dtype of our routers", lambda value: value == 'float32'
   ),
 }
+
+
+def _are_ends(value: Any) -> bool:
+  ids = value if isinstance(value, list) else [1 if value is None else value]
+  return bool(ids) and all(untrusted.is_count(i, _MAX_SIZE) and i > 0 for i in ids)
+
+
+def end_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
+  """Return the ids of end tokens in the contents of `config.json` or `generation_config.json`; T5's 1 without any."""
+  value = config.get('eos_token_id')
+  if value is None:
+    return (1,)
+  return tuple(value) if isinstance(value, list) else (value,)
 
 
 def model_type(config: Mapping[str, Any]) -> str:
@@ -312,6 +326,8 @@ def fields_of_config(config: Mapping[str, Any], has_head: bool | None = None) ->
   fields |= {
     'mlp_activations': _activations(config, kind),
     **tied_fields(output_head(config, has_head)),
+    'pad_token_id': config.get('pad_token_id') or 0,
+    'eos_token_ids': end_ids(config),
     'relpos_per_layer': kind == 'umt5',
     'relpos_num_buckets': _integer(config, 'relative_attention_num_buckets', 32),
     'relpos_max_distance': _integer(config, 'relative_attention_max_distance', 128),

@@ -60,9 +60,6 @@ class Family:
     relpos_per_layer: True if every layer has a table of relative position biases.
     can_tie: True if the class in transformers scales tied logits.
     paper: URL of the paper.
-    eos_token_id: id of the end of a text.
-    pad_token_id: id of padding.
-    decoder_start_token_id: first input of the decoder.
   """
 
   name: str
@@ -74,9 +71,6 @@ class Family:
   paper: str
   relpos_per_layer: bool = False
   can_tie: bool = True
-  eos_token_id: int = 1
-  pad_token_id: int = 0
-  decoder_start_token_id: int = 0
 
   @property
   def is_sparse(self) -> bool:

@@ -44,7 +44,7 @@ VOCAB_SIZES: Mapping[str, int] = {
   'switch': 32128,
 }
 _CODET5 = {'vocab_size': 32100, 'eos_token_id': 2, 'vocabulary_macro': 'VOCABULARY_FOLDER'}
-_MADLAD = {'vocab_size': 256000, 'vocabulary_macro': 'VOCABULARY_FOLDER'}
+_MADLAD = {'vocab_size': 256000, 'eos_token_id': 2, 'vocabulary_macro': 'VOCABULARY_FOLDER'}
 # Published models that have the form of a family and sizes or options of their own, by the name of their file.
 # The networks of CodeT5 are T5's, so that its vocabulary, whose texts end with another id, tells them apart.
 FORMS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
@@ -112,7 +112,7 @@ def suggest_gin(architecture: Architecture, family: Family) -> GinSuggestion:
     architecture: architecture of the network.
     family: family of the files and of the vocabulary.
   """
-  files = _released(family)
+  files = _released(family, architecture.eos_token_ids)
   differing = {
     name: {
       field: value
@@ -142,8 +142,8 @@ def suggest_gin(architecture: Architecture, family: Family) -> GinSuggestion:
   )
 
 
-def _released(family: Family) -> dict[str, dict[str, Any]]:
-  """Return the arguments of `T5Config` in the model files of a family, by the name of the file."""
+def _released(family: Family, eos_token_ids: tuple[int, ...]) -> dict[str, dict[str, Any]]:
+  """Return the arguments of `T5Config` in the model files of a family with these end tokens, by the name of the file."""
   tied = family.name in ('t5_1_0', 'switch')
   common = {
     'vocab_size': VOCAB_SIZES[family.name],
@@ -158,8 +158,8 @@ def _released(family: Family) -> dict[str, dict[str, Any]]:
     f'{family.name}_{size}': {'sizes': sizes} for size, sizes in SIZES[family.name].items()
   }
   for name, own in FORMS.get(family.name, {}).items():
-    if own.get('eos_token_id', family.eos_token_id) == family.eos_token_id:
-      files[name] = own
+    files[name] = own
+  files = {name: own for name, own in files.items() if own.get('eos_token_id', 1) in eos_token_ids}
   return {
     name: {**common, **own, **dict(zip(_SIZE_FIELDS, own['sizes'], strict=True))}
     for name, own in files.items()

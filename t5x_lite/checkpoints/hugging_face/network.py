@@ -12,9 +12,21 @@ from t5x_lite.checkpoints.hugging_face.folder import CONFIG_FILE
 from t5x_lite.checkpoints.hugging_face.folder import HuggingFaceFolder
 from t5x_lite.checkpoints.hugging_face.folder import is_hugging_face_folder
 from t5x_lite.checkpoints.hugging_face.gin_files import suggest_gin
+from t5x_lite.data import tokenizer_folders
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks.t5_config import T5Config
 from t5x_lite.storage import files
+
+
+def stop_token_ids(folder: str | os.PathLike[str]) -> tuple[int, ...]:
+  """Return the ids that end a decoded text in a Hugging Face folder, for `EncoderDecoderModel.stop_token_ids`.
+
+  They are those of `generation_config.json`, or else of `config.json`.
+
+  Args:
+    folder: the Hugging Face folder, on a disk or in an object store, or the name of a model, hf://OWNER/NAME.
+  """
+  return tokenizer_folders.end_token_ids(files.path(folder))
 
 
 def network_config(

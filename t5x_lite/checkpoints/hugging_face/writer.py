@@ -80,11 +80,7 @@ def write_folder(
     stored = _write_weights(folder, rules, read_array, dtype, max_shard_bytes, progress)
     write_json(
       folder / GENERATION_CONFIG_FILE,
-      {
-        'decoder_start_token_id': family.decoder_start_token_id,
-        'eos_token_id': family.eos_token_id,
-        'pad_token_id': family.pad_token_id,
-      },
+      architecture.special_ids(),
     )
     written = tokenizer_files.write(folder, family, tokenizer, vocab_size=architecture.vocab_size)
     card = model_card(architecture, family, stored, source_note, has_tokenizer=bool(written))

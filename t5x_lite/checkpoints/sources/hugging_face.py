@@ -72,9 +72,12 @@ class HuggingFaceSource(base.StateSource):
   def metadata(self) -> Mapping[str, Any]:
     """The layout, and the options of the network in `network`."""
     architecture = self.folder.architecture
+    # The special ids and those of experts are not options of our networks, but needed to write the folder again.
     network = architecture.network_config_kwargs()
+    for name, default in (('pad_token_id', 0), ('eos_token_ids', (1,))):
+      if getattr(architecture, name) != default:
+        network[name] = getattr(architecture, name)
     if architecture.num_experts:
-      # Not options of our networks, but needed to write the folder again.
       network |= {
         name: getattr(architecture, name) for name in ('router_jitter_noise', 'expert_capacity')
       }
