@@ -33,12 +33,8 @@ def _train(path, **options):
     sentencepiece.SentencePieceTrainer.Train(
       sentence_iterator=iter(lines),
       model_writer=file,
-      pad_id=0,
-      eos_id=1,
-      unk_id=2,
-      bos_id=-1,
       minloglevel=2,
-      **{'vocab_size': 200, **options},
+      **{'vocab_size': 200, 'pad_id': 0, 'eos_id': 1, 'unk_id': 2, 'bos_id': -1, **options},
     )
   return path
 
@@ -222,6 +218,58 @@ def test_rejected_byte_level_bpe(tmp_path, tokenizer_config, options, message):
     tokenizer_folders.hugging_face_vocabulary(
       _merges_folder(tmp_path / 'x', **tokenizer_config), **options
     )
+
+
+@pytest.mark.parametrize(
+  'config, generation_config, is_rejected',
+  [
+    ({'eos_token_id': 2}, {}, False),
+    ({'eos_token_id': 1}, {'eos_token_id': [2, 5]}, False),
+    ({'eos_token_id': 2}, {'eos_token_id': [1, 5]}, True),
+    ({'eos_token_id': 1}, {}, True),
+    ({}, {}, False),
+  ],
+)
+def test_the_end_token_of_the_tokenizer_ends_texts_of_the_model(
+  tmp_path, config, generation_config, is_rejected
+):
+  pytest.importorskip('tokenizers')
+  folder = _merges_folder(tmp_path / 'x')
+  _folder(tmp_path / 'x', config=config, generation_config=generation_config)
+  if is_rejected:
+    with pytest.raises(
+      ConfigError, match=r'must be one of the ids \[1.*\] that end a text .*, got 2'
+    ):
+      tokenizer_folders.hugging_face_vocabulary(folder)
+    return
+  assert tokenizer_folders.hugging_face_vocabulary(folder).eos_id == 2
+
+
+def test_a_tokenizer_of_madlads_form(tmp_path):
+  """Id 0 is the unknown token, which no text has, since each byte has a piece; the end is 2, and nothing is added."""
+  model = _train(
+    tmp_path / 'x.model',
+    pad_id=-1,
+    unk_id=0,
+    bos_id=1,
+    eos_id=2,
+    byte_fallback=True,
+    vocab_size=500,
+  )
+  folder = _folder(
+    tmp_path / 'x',
+    model,
+    config={'model_type': 't5', 'vocab_size': 500, 'pad_token_id': 1, 'eos_token_id': 2},
+  )
+  vocabulary = tokenizer_folders.hugging_face_vocabulary(folder)
+  assert (vocabulary.eos_id, vocabulary.extra_ids, vocabulary.vocab_size) == (2, 0, 500)
+  for text in ('caf\u00e9 \u2603', '\U0001f600\x00', 'The name'):
+    assert 0 not in vocabulary.encode(text)
+  # Without pieces of bytes, unknown text would be padding.
+  model = _train(tmp_path / 'y.model', pad_id=-1, unk_id=0, bos_id=1, eos_id=2)
+  shutil.copy(model, tmp_path / 'x' / 'spiece.model')
+  with pytest.raises(ConfigError, match='id 0 is padding, not text'):
+    _ = tokenizer_folders.hugging_face_vocabulary(folder).vocab_size
 
 
 def test_byte_level_bpe_must_fit_the_rows(tmp_path):

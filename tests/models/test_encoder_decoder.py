@@ -256,6 +256,33 @@ def test_prompts_need_a_decode_fn_that_starts_after_them(batch, decode_fn):
     )
 
 
+@pytest.mark.parametrize('decode_fn', [decoding.greedy_search, decoding.beam_search])
+def test_stop_token_ids_of_the_model_end_sequences(batch, decode_fn):
+  """A folder may name several end tokens; the vocabulary's own, which may be among them, counts once."""
+  model = cases.make_model(decode_fn=decode_fn)
+  params = cases.initialise(model)['params']
+  params['out']['bias'] = params['out']['bias'].at[5].add(1.5)
+  plain = model.predict_batch(params, batch)
+  stops = cases.make_model(decode_fn=decode_fn, stop_token_ids=(1, 5))
+  found = stops.predict_batch(params, batch)
+  wanted, _ = model.predict_batch_with_aux(params, batch, decoder_params={'stop_token_ids': (5,)})
+  np.testing.assert_array_equal(found, wanted)
+  assert not np.array_equal(found, plain)
+  same = cases.make_model(decode_fn=decode_fn, stop_token_ids=(1,)).predict_batch(params, batch)
+  np.testing.assert_array_equal(same, plain)
+
+
+def test_stop_token_ids_need_a_decode_fn_with_them(batch):
+  def decode(inputs, cache, tokens_to_logits, eos_id, num_decodes, decode_rng, cache_offset):
+    raise AssertionError
+
+  model = cases.make_model(decode_fn=decode, stop_token_ids=(5,))
+  with pytest.raises(errors.ConfigError, match=r'argument stop_token_ids, which gets \(5,\)'):
+    model.predict_batch(cases.initialise(model)['params'], batch)
+  with pytest.raises(errors.ConfigError, match=r'stop_token_ids` must be ids above 0, got \(0,\)'):
+    cases.make_model(stop_token_ids=(0,))
+
+
 def test_two_keys_for_one_decoding_raise(batch):
   with pytest.raises(errors.ConfigError, match='not both'):
     cases.make_model().predict_batch_with_aux(

@@ -4,6 +4,55 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'white_space_without_a_table_is_text',
+    't5x_lite/data/text/tokenizer_json.py',
+    'normalization_lib.charsmap(normalization or normalization_lib.WHITE_SPACE)',
+    "normalization_lib.charsmap(normalization or 'identity')",
+    'tests/data/test_tokenizer_folders.py::test_tokenizer_json_is_read_as_it_is',
+  ),
+  Mutant(
+    'tokenizers_that_keep_two_spaces_are_read_by_sentencepiece',
+    't5x_lite/data/text/tokenizer_json.py',
+    "if not collapses or splits[-1:] != ['Metaspace always'] or len(splits) > 2:",
+    "if splits[-1:] != ['Metaspace always'] or len(splits) > 2:",
+    'tests/data/test_tokenizer_folders.py::test_other_unigram_tokenizers_are_read_by_their_library',
+  ),
+  Mutant(
+    'a_text_may_have_the_end_token',
+    't5x_lite/data/text/hugging_face.py',
+    'hidden = {self._special.pad, self._special.eos}',
+    'hidden = set()',
+    'tests/interop/test_tokenizers.py::test_no_text_has_the_padding_or_the_end_of_byte_level_bpe',
+  ),
+  Mutant(
+    'a_tokenizer_may_have_another_end_than_its_model',
+    't5x_lite/data/tokenizer_folders.py',
+    'if ends and vocabulary.eos_id not in ends:',
+    'if False:',
+    'tests/data/test_tokenizer_folders.py::test_the_end_token_of_the_tokenizer_ends_texts_of_the_model',
+  ),
+  Mutant(
+    'families_without_sentinels_get_them',
+    't5x_lite/data/tokenizer_folders.py',
+    'if isinstance(num_rows, int) and len(pieces) <= num_rows < len(pieces) + default:',
+    'if False:',
+    'tests/data/test_tokenizer_folders.py::test_a_tokenizer_of_madlads_form',
+  ),
+  Mutant(
+    'further_end_tokens_of_a_folder_do_not_end_a_text',
+    't5x_lite/models/generation.py',
+    '  if others:\n    options',
+    '  if False:\n    options',
+    'tests/models/test_encoder_decoder.py::test_stop_token_ids_of_the_model_end_sequences',
+  ),
+  Mutant(
+    'exports_have_the_end_token_of_t5',
+    't5x_lite/checkpoints/hugging_face/architecture.py',
+    'ends: Any = list(self.eos_token_ids)',
+    'ends: Any = [1]',
+    'tests/interop/test_published_forms.py::test_there_and_back[madlad400]',
+  ),
+  Mutant(
     'brackets_are_never_characters_of_names',
     't5x_lite/data/files/records.py',
     "each.replace('[', '[[]')",

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 import contextlib
 import math
+import os
 import textwrap
 import threading
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from t5x_lite import metrics as metrics_lib
 from t5x_lite import partitioning
 from t5x_lite import tree_utils
 from t5x_lite.apps.common import starting_point
+from t5x_lite.data.text.hugging_face import HuggingFaceVocabulary
 from t5x_lite.formatting import format_bytes
 from t5x_lite.formatting import format_cell
 from t5x_lite.formatting import format_number
@@ -57,6 +59,7 @@ def describe(
   num_microbatches: int,
   attention_kernels: Sequence[layers.KernelChoice] = (),
   fit: checkpoints.Fit | None = None,
+  vocabulary: Any = None,
 ) -> str:
   """Return the description of a run before it starts: parameters, memory, batches and plan.
 
@@ -69,6 +72,7 @@ def describe(
     num_microbatches: number of micro-batches per step.
     attention_kernels: kernels that `attention_kernel='auto'` takes.
     fit: arrays that will be new or not restored.
+    vocabulary: vocabulary of the targets; None to leave it out.
   """
   report = partitioner.explain(train_state_shape)
   totals = report.totals()
@@ -87,10 +91,25 @@ def describe(
     f'Memory\nstate per device  {format_bytes(totals.bytes_per_device)} (plus activations and gradients)',
     batches,
   ]
+  if vocabulary is not None:
+    parts.insert(2, f'Vocabulary  {describe_vocabulary(vocabulary)}')
   if attention_kernels:
     parts.append('\n'.join(['Attention kernels', *map(str, attention_kernels)]))
   parts.append('\n'.join([f'Plan\nstart        {start.description}', *_fit_lines(fit), plan]))
   return '\n\n'.join(parts)
+
+
+def describe_vocabulary(vocabulary: Any) -> str:
+  """Return one line about a vocabulary of any package: its origin, its number of ids, and its special ids."""
+  origin = repr(vocabulary)
+  if isinstance(vocabulary, HuggingFaceVocabulary):
+    folder, name = os.path.split(vocabulary.path)
+    origin = f'{name} of {os.path.basename(folder)} ({vocabulary.kind})'
+  # The first input of decoders is 0 in every network of ours.
+  return (
+    f'{origin}: {vocabulary.vocab_size:,} ids, padding {vocabulary.pad_id}, end {vocabulary.eos_id}, '
+    'start 0'
+  )
 
 
 def _fit_lines(fit: checkpoints.Fit | None) -> list[str]:

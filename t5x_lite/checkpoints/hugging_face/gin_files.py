@@ -143,7 +143,7 @@ def suggest_gin(architecture: Architecture, family: Family) -> GinSuggestion:
 
 
 def _released(family: Family, eos_token_ids: tuple[int, ...]) -> dict[str, dict[str, Any]]:
-  """Return the arguments of `T5Config` in the model files of a family with these end tokens, by the name of the file."""
+  """Return the arguments of `T5Config` in a family's model files with one of the end tokens, by file."""
   tied = family.name in ('t5_1_0', 'switch')
   common = {
     'vocab_size': VOCAB_SIZES[family.name],
