@@ -78,7 +78,7 @@ MUTANTS = (
     't5x_lite/checkpoints/folders/store.py',
     '    self.mark_incomplete(path)\n    files.remove(path / discovery.MANIFEST_FILENAME)\n',
     '    files.remove(path / discovery.MANIFEST_FILENAME)\n',
-    'tests/checkpoints/saving/test_store_save.py::test_kill',
+    'tests/checkpoints/saving/test_store_save.py::test_a_deletion_that_is_interrupted_has_a_mark',
   ),
   Mutant(
     'remains_of_a_save_in_a_store_are_kept',

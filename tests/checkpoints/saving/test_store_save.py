@@ -157,6 +157,18 @@ def test_checkpoints_that_are_replaced(s3_store):
   assert manifest.verify(files.path(s3_store.root) / kept).step == 1
 
 
+def test_a_deletion_that_is_interrupted_has_a_mark(s3_store):
+  folder = folders.model_folder(s3_store.root)
+  path = folder.path / 'checkpoint_1'
+  # No folder of an attempt, like an uploaded checkpoint: only the mark says that the deletion began.
+  for name in ('dataset/position', 'manifest.json'):
+    files.write(path / name, '{}')
+  with s3_store.proxy.fault(name='position', operation='delete', status=403):
+    with pytest.raises(OSError):
+      folder.delete(path, path.name)
+  assert discovery.is_incomplete(path)
+
+
 def test_an_upload_that_is_interrupted(s3_store, tmp_path, monkeypatch):
   with checkpoints.CheckpointManager(tmp_path, save_cfg=_CFG) as manager:
     manager.save(1, _state(1))
