@@ -287,6 +287,7 @@ _FIELDS: Mapping[str, _Expectation] = {
   'metadata.network.scale_tied_logits': _must_be(bool),
   'metadata.network.layer_norm_epsilon': _must('be a number', _is_number),
   'metadata.network.pad_token_id': _SMALL_COUNT,
+  'metadata.network.decoder_start_token_id': _SMALL_COUNT,
   'metadata.network.eos_token_ids': _must('be a list of integers >= 0', _are_small_counts),
   'metadata.network.num_heads': _SMALL_COUNT,
   'metadata.network.custom_blocks': _must_be(list),

@@ -51,7 +51,7 @@ CALLED: dict[str, str] = {
   ),
   't5x_lite.checkpoints.builders.reading': 'Average Restore Subtree',
   't5x_lite.checkpoints.config': 'CheckpointConfig RestoreCheckpointConfig SaveCheckpointConfig',
-  't5x_lite.checkpoints.hugging_face.network': 'network_config stop_token_ids',
+  't5x_lite.checkpoints.hugging_face.network': 'decoder_start_id network_config stop_token_ids',
   't5x_lite.checkpoints.saving.policies': (
     'AnySavePolicy AtSteps EveryNMinutes EveryNSteps KeepAll KeepBest KeepEvery KeepLast '
     'OnRequest WhenBest'

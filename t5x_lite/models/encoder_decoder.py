@@ -65,6 +65,8 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     metric_fns: see `BaseTransformerModel`.
     stop_token_ids: tokens that end a decoded sequence, in addition to the end token of `output_vocabulary`; if there
       are any, they replace those of `decode_fn`.
+    decoder_start_id: first input of the decoder for each text, also in packed rows. Batches have 0 there, whatever
+      made them, and the model replaces it.
 
   Raises:
     ConfigError: see `BaseTransformerModel`; or a number of decodes that `decode_fn` does not support.
@@ -89,6 +91,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     *,
     metric_fns: Sequence[base.MetricFn] = (),
     stop_token_ids: Sequence[int] = (),
+    decoder_start_id: int = 0,
   ):
     super().__init__(
       module=module,
@@ -104,12 +107,14 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     )
     checks.check(
       'models.EncoderDecoderModel',
-      {'stop_token_ids': tuple(stop_token_ids)},
+      {'stop_token_ids': tuple(stop_token_ids), 'decoder_start_id': decoder_start_id},
+      decoder_start_id=checks.number(at_least=0, integer=True),
       stop_token_ids=checks.Expectation(
         'ids above 0', lambda ids: all(isinstance(i, int) and i > 0 for i in ids)
       ),
     )
     self.stop_token_ids = tuple(stop_token_ids)
+    self.decoder_start_id = decoder_start_id
     self._default_decoder_params = default_decoder_params or DecoderParams()
     generation.check_decoder_options(
       decode_fn, self._default_decoder_params.num_decodes, 'models.DecoderParams.num_decodes'
@@ -166,7 +171,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
       self.module,
       params,
       batch['encoder_input_tokens'],
-      batch['decoder_input_tokens'],
+      self._with_start(batch['decoder_input_tokens'], batch.get('decoder_segment_ids')),
       batch['decoder_target_tokens'],
       **options,
       decode=False,
@@ -175,6 +180,22 @@ class EncoderDecoderModel(base.BaseTransformerModel):
       flax_mutables=flax_mutables,
       mutable=mutable,
     )
+
+  def _with_start(self, decoder_inputs: Array, segment_ids: Array | None = None) -> Array:
+    """Return <int32>[batch, length] with `decoder_start_id` where a text starts.
+
+    Args:
+      decoder_inputs: <int32>[batch, length].
+      segment_ids: <int32>[batch, length] of packed rows, 0 for padding; None if each row is one text.
+    """
+    if self.decoder_start_id == 0:
+      return decoder_inputs
+    # [batch, length]
+    is_start = jnp.zeros_like(decoder_inputs, bool).at[:, 0].set(True)
+    if segment_ids is not None:
+      is_other = segment_ids[:, 1:] != segment_ids[:, :-1]
+      is_start = is_start.at[:, 1:].set(is_other & (segment_ids[:, 1:] != 0))
+    return jnp.where(is_start, self.decoder_start_id, decoder_inputs)
 
   def check_prediction_features(self, features: Collection[str]) -> None:
     """Raise if batches are packed, or without inputs or a length to decode; see `BaseModel`."""
@@ -249,7 +270,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
       self.module,
       params,
       batch['encoder_input_tokens'],
-      prompt,
+      self._with_start(prompt),
       self.decode_fn,
       num_decodes=num_decodes,
       prefill=prompt_with_targets,

@@ -52,6 +52,8 @@ _FORMS = {
     # CodeT5 is T5 1.0 with another end token, MADLAD-400 T5 1.1 with another padding and end token.
     reference.Family(name='codet5', gated=False, tied=True, options=(('eos_token_id', 2),)),
     reference.Family(name='madlad400', options=(('eos_token_id', 2), ('pad_token_id', 1))),
+    # T5Gemma's decoder starts with another id.
+    reference.Family(name='start', options=(('decoder_start_token_id', 3),)),
     reference.Family(name='epsilon', options=_EPSILON, our_options=_EPSILON),
     # So large that no norm may miss it.
     reference.Family(
@@ -76,7 +78,8 @@ _CASES = [
     layout,
     id=f'{name}-{layout}',
     marks=[]
-    if (name, layout) in (('ul2', 't5'), ('madlad400', 't5'), ('large_epsilon', 'scalable_t5'))
+    if (name, layout)
+    in (('ul2', 't5'), ('madlad400', 't5'), ('start', 't5'), ('large_epsilon', 'scalable_t5'))
     else [pytest.mark.full],
   )
   for name, family in _FORMS.items()
@@ -94,7 +97,8 @@ def test_logits_and_greedy_tokens(name, layout, tmp_path):
   reference.assert_same_bits(params, reference.our_tree(model.tensors, family, layout))
   logits = reference.logits_fn(family, layout)(params, batch)
   assert reference.max_error(logits, want, batch) < 1e-5
-  (end,) = HuggingFaceFolder(str(tmp_path / 'theirs')).architecture.eos_token_ids
+  architecture = HuggingFaceFolder(str(tmp_path / 'theirs')).architecture
+  (end,) = architecture.eos_token_ids
   vocabulary = types.SimpleNamespace(vocab_size=reference.VOCAB_SIZE, eos_id=end, pad_id=0)
   ours = models.EncoderDecoderModel(
     reference.our_module(family, layout),
@@ -102,6 +106,7 @@ def test_logits_and_greedy_tokens(name, layout, tmp_path):
     vocabulary,
     None,
     decode_fn=decoding.greedy_search,
+    decoder_start_id=architecture.decoder_start_token_id,
   )
   inputs = {
     'encoder_input_tokens': batch['encoder_input_tokens'],

@@ -272,6 +272,41 @@ def test_stop_token_ids_of_the_model_end_sequences(batch, decode_fn):
   np.testing.assert_array_equal(same, plain)
 
 
+def test_the_decoder_starts_with_the_id_of_the_model(batch):
+  model = cases.make_model(decoder_start_id=5)
+  params = cases.initialise(model)['params']
+  started = dict(batch, decoder_input_tokens=np.array(batch['decoder_input_tokens']))
+  started['decoder_input_tokens'][:, 0] = 5
+  plain = cases.make_model()
+  logits, _ = plain.compute_logits(params, started)
+  np.testing.assert_array_equal(model.compute_logits(params, batch)[0], logits)
+  # In packed rows each text starts with it, and padding stays 0.
+  segments = np.array([[1, 1, 2, 2, 0, 0]] * len(batch['decoder_input_tokens']), np.int32)
+  seen = []
+
+  class Recorder(cases.TinySeq2Seq):
+    def __call__(self, inputs, decoder_inputs, *args, **kwargs):
+      seen.append(np.asarray(decoder_inputs))
+      kwargs = {name: value for name, value in kwargs.items() if 'segment' not in name}
+      return super().__call__(inputs, decoder_inputs, *args, **kwargs)
+
+  packed = dict(
+    batch, decoder_input_tokens=np.array([[0, 7, 0, 8, 0, 0]] * len(segments), np.int32)
+  )
+  packed |= {'decoder_segment_ids': segments}
+  cases.make_model(Recorder(), decoder_start_id=5).compute_logits(params, packed)
+  np.testing.assert_array_equal(seen[0][0], [5, 7, 5, 8, 0, 0])
+  # Decoding: the first tokens are those after the id, with and without prompts.
+  tokens = model.predict_batch(params, batch)
+  np.testing.assert_array_equal(tokens[:, 0], np.asarray(logits)[:, 0].argmax(-1))
+  assert not np.array_equal(tokens, plain.predict_batch(params, batch))
+  prompted, _ = model.predict_batch_with_aux(params, batch, prompt_with_targets=True)
+  real = np.asarray(batch['decoder_input_tokens'])[:, 1:]
+  prompt = np.where(real == 1, 0, real)
+  kept = np.cumprod(prompt != 0, axis=1).astype(bool)
+  np.testing.assert_array_equal(np.asarray(prompted)[:, :-1][kept], prompt[kept])
+
+
 def test_stop_token_ids_need_a_decode_fn_with_them(batch):
   def decode(inputs, cache, tokens_to_logits, eos_id, num_decodes, decode_rng, cache_offset):
     raise AssertionError

@@ -59,7 +59,7 @@ def describe(
   num_microbatches: int,
   attention_kernels: Sequence[layers.KernelChoice] = (),
   fit: checkpoints.Fit | None = None,
-  vocabulary: Any = None,
+  model: Any = None,
 ) -> str:
   """Return the description of a run before it starts: parameters, memory, batches and plan.
 
@@ -72,7 +72,7 @@ def describe(
     num_microbatches: number of micro-batches per step.
     attention_kernels: kernels that `attention_kernel='auto'` takes.
     fit: arrays that will be new or not restored.
-    vocabulary: vocabulary of the targets; None to leave it out.
+    model: model, whose vocabulary is described; None to leave it out.
   """
   report = partitioner.explain(train_state_shape)
   totals = report.totals()
@@ -91,24 +91,24 @@ def describe(
     f'Memory\nstate per device  {format_bytes(totals.bytes_per_device)} (plus activations and gradients)',
     batches,
   ]
-  if vocabulary is not None:
-    parts.insert(2, f'Vocabulary  {describe_vocabulary(vocabulary)}')
+  if model is not None:
+    start_id = getattr(model, 'decoder_start_id', 0)
+    parts.insert(2, f'Vocabulary  {describe_vocabulary(model.output_vocabulary, start_id)}')
   if attention_kernels:
     parts.append('\n'.join(['Attention kernels', *map(str, attention_kernels)]))
   parts.append('\n'.join([f'Plan\nstart        {start.description}', *_fit_lines(fit), plan]))
   return '\n\n'.join(parts)
 
 
-def describe_vocabulary(vocabulary: Any) -> str:
+def describe_vocabulary(vocabulary: Any, decoder_start_id: int) -> str:
   """Return one line about a vocabulary of any package: its origin, its number of ids, and its special ids."""
   origin = repr(vocabulary)
   if isinstance(vocabulary, HuggingFaceVocabulary):
     folder, name = os.path.split(vocabulary.path)
     origin = f'{name} of {os.path.basename(folder)} ({vocabulary.kind})'
-  # The first input of decoders is 0 in every network of ours.
   return (
     f'{origin}: {vocabulary.vocab_size:,} ids, padding {vocabulary.pad_id}, end {vocabulary.eos_id}, '
-    'start 0'
+    f'start {decoder_start_id}'
   )
 
 

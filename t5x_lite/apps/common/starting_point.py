@@ -331,8 +331,11 @@ def check_start(
   config = state_init.stack_config(model)
   chain = start.chain
   for path in start.paths_of_models:
+    network = checkpoints.read_metadata(path).get('network') or {}
     if config is not None:
-      _check_unseen_fields(path, config, checkpoints.read_metadata(path).get('network') or {})
+      _check_unseen_fields(path, config, network)
+    if network:
+      _check_start_id(path, model, network.get('decoder_start_token_id', 0))
   if any(builder.needs_values for builder in chain) and not applies_transforms:
     return None
   saved_with = None
@@ -456,6 +459,17 @@ def _slots(names: Iterable[str]) -> set[str]:
     if name.startswith(OPTIMIZER_STATE):
       found.add('/'.join(parts))
   return found
+
+
+def _check_start_id(path: str, model: models.BaseModel, start_id: int) -> None:
+  """Raise CheckpointError if the decoder of the checkpoint starts with another id than that of the model."""
+  ours = getattr(model, 'decoder_start_id', start_id)
+  if ours != start_id:
+    owner = type(model).__name__
+    raise CheckpointError(
+      f'`{owner}.decoder_start_id` must be {start_id} for {path!r}, whose decoder starts with this id, got {ours}. '
+      f'Set it to {start_id}.'
+    )
 
 
 def _check_unseen_fields(path: str, config: StackConfig, network: Mapping[str, Any]) -> None:
@@ -824,6 +838,8 @@ def layout_metadata(model: models.BaseModel) -> dict[str, Any]:
   ends = [model.output_vocabulary.eos_id, *getattr(model, 'stop_token_ids', ())]
   if None not in ends and {*ends} != {1}:  # T5's is not recorded, as in earlier versions.
     network['eos_token_ids'] = list(dict.fromkeys(ends))
+  if getattr(model, 'decoder_start_id', 0) != 0:
+    network['decoder_start_token_id'] = model.decoder_start_id
   network['relpos_bias_tables'] = 'per_layer' if config.relpos_per_layer else 'per_stack'
   if isinstance(model.module, StackNetwork):
     if not model.module.has_position_biases:

@@ -188,6 +188,7 @@ def _with_special_ids(
     architecture,
     pad_token_id=config.get('pad_token_id') or 0,
     eos_token_ids=config_json.end_ids(config),
+    decoder_start_token_id=config.get('decoder_start_token_id') or 0,
   )
 
 

@@ -128,7 +128,7 @@ def _describe(run: OpenRun) -> None:
     num_microbatches=run.trainer.num_microbatches,
     attention_kernels=choices,
     fit=run.fit,
-    vocabulary=run.cfg.model.output_vocabulary,
+    model=run.cfg.model,
   )
   if multihost.is_lead():
     show(text)

@@ -41,6 +41,7 @@ class Architecture:
     expert_capacity: tokens of a sequence that an expert accepts in transformers; only in `config.json`.
     pad_token_id: id of padding in transformers; ours is always 0.
     eos_token_ids: ids that end a text.
+    decoder_start_token_id: first input of the decoder.
     scale_tied_logits: True if logits computed by the embedding table are scaled by emb_dim**-0.5.
   """
 
@@ -66,6 +67,7 @@ class Architecture:
   scale_tied_logits: bool = True
   pad_token_id: int = 0
   eos_token_ids: tuple[int, ...] = (1,)
+  decoder_start_token_id: int = 0
 
   def __post_init__(self):
     sparse_layers = self.sparse_encoder_layers + self.sparse_decoder_layers
@@ -167,8 +169,11 @@ class Architecture:
     ends: Any = list(self.eos_token_ids)
     if len(ends) == 1:
       ends = ends[0]
-    # Our decoders start with 0.
-    return {'decoder_start_token_id': 0, 'eos_token_id': ends, 'pad_token_id': self.pad_token_id}
+    return {
+      'decoder_start_token_id': self.decoder_start_token_id,
+      'eos_token_id': ends,
+      'pad_token_id': self.pad_token_id,
+    }
 
   def _sparse_json(self) -> dict[str, Any]:
     result = {
@@ -256,6 +261,7 @@ _NOT_IN_SHAPES = frozenset(
     'scale_tied_logits',
     'pad_token_id',
     'eos_token_ids',
+    'decoder_start_token_id',
   }
 )
 # Metadata have the names of `T5Config` or those of `Architecture`.

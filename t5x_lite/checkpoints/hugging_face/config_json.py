@@ -109,9 +109,7 @@ _TYPE_EXPECTATIONS = {
 _FIELD_EXPECTATIONS = {
   # Padding is masked, and id 0 in our batches: whether texts may have id 0 is checked with the tokenizer.
   'pad_token_id': checks.number(at_least=0, integer=True).or_none(),
-  'decoder_start_token_id': Expectation(
-    '0, the first input of our decoders', lambda value: value in (0, None)
-  ),
+  'decoder_start_token_id': checks.number(at_least=0, integer=True).or_none(),
   'eos_token_id': Expectation(
     'an id above 0, or a list of such ids', lambda value: _are_ends(value)
   ),
@@ -328,6 +326,7 @@ def fields_of_config(config: Mapping[str, Any], has_head: bool | None = None) ->
     **tied_fields(output_head(config, has_head)),
     'pad_token_id': config.get('pad_token_id') or 0,
     'eos_token_ids': end_ids(config),
+    'decoder_start_token_id': config.get('decoder_start_token_id') or 0,
     'relpos_per_layer': kind == 'umt5',
     'relpos_num_buckets': _integer(config, 'relative_attention_num_buckets', 32),
     'relpos_max_distance': _integer(config, 'relative_attention_max_distance', 128),

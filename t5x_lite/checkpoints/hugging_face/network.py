@@ -29,6 +29,15 @@ def stop_token_ids(folder: str | os.PathLike[str]) -> tuple[int, ...]:
   return tokenizer_folders.end_token_ids(files.path(folder))
 
 
+def decoder_start_id(folder: str | os.PathLike[str]) -> int:
+  """Return the first input of the decoder of a Hugging Face folder, for `EncoderDecoderModel.decoder_start_id`.
+
+  Args:
+    folder: see `stop_token_ids`.
+  """
+  return config_json.read(files.path(folder), CONFIG_FILE).get('decoder_start_token_id') or 0
+
+
 def network_config(
   folder: str | os.PathLike[str],
   *,

@@ -74,7 +74,8 @@ class HuggingFaceSource(base.StateSource):
     architecture = self.folder.architecture
     # The special ids and those of experts are not options of our networks, but needed to write the folder again.
     network = architecture.network_config_kwargs()
-    for name, default in (('pad_token_id', 0), ('eos_token_ids', (1,))):
+    defaults = {'pad_token_id': 0, 'eos_token_ids': (1,), 'decoder_start_token_id': 0}
+    for name, default in defaults.items():
       if getattr(architecture, name) != default:
         network[name] = getattr(architecture, name)
     if architecture.num_experts:

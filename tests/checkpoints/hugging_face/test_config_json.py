@@ -274,7 +274,7 @@ def test_which_layers_of_a_switch_transformer_are_sparse(changes, encoder, decod
     ),
     (_OLD_T5 | {'eos_token_id': [1, '2']}, 'eos_token_id.*got'),
     (_OLD_T5 | {'eos_token_id': []}, 'eos_token_id.*got'),
-    (_OLD_T5 | {'decoder_start_token_id': 2}, 'decoder_start_token_id` must be 0, .*got 2'),
+    (_OLD_T5 | {'decoder_start_token_id': -2}, 'decoder_start_token_id.*got -2'),
     (_OLD_T5 | {'feed_forward_proj': 'gated-mish'}, "got 'gated-mish', with dense_act_fn='mish'"),
     (_OLD_T5 | {'feed_forward_proj': 'double-gelu'}, "'double-gelu'"),
     (_OLD_T5 | {'feed_forward_proj': 'gated-gated-gelu'}, "'gated-gated-gelu'"),

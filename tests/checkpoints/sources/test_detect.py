@@ -105,7 +105,7 @@ def test_a_missing_folder(tmp_path):
   [
     ({'pad_token_id': -1}, '`config.json.pad_token_id` must be .*got -1'),
     ({'eos_token_id': 0}, '`config.json.eos_token_id` must be an id above 0.*got 0'),
-    ({'decoder_start_token_id': 2}, '`config.json.decoder_start_token_id` must be 0.*got 2'),
+    ({'decoder_start_token_id': -2}, '`config.json.decoder_start_token_id` must be .*got -2'),
     ({'model_type': 'bert'}, "`config.json.model_type` must be one of .*got 'bert'"),
     ({'relative_attention_max_distance': 8}, 'max_relpos_distance` must be .*, got 8'),
   ],
