@@ -48,7 +48,9 @@ def test_report_of_each_form(tmp_path):
 
 
 def test_a_file_with_a_folder_of_its_vocabulary_has_its_macro(tmp_path):
-  folder, _ = given.folder(tmp_path / 'folder', vocab_size=256000)
+  folder, _ = given.folder(
+    tmp_path / 'folder', vocab_size=256000, pad_token_id=1, eos_token_ids=(2,)
+  )
   ours = convert.convert(folder, str(tmp_path / 'ours'), to='t5x_lite')
   text = convert_report.describe(ours)
   assert '--gin_file=models/madlad400_3b.gin' in text and 'VOCABULARY_FILE' not in text
