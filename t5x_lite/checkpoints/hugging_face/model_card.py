@@ -1,18 +1,15 @@
 """Model card (README.md) of an exported folder."""
 
+from collections.abc import Mapping
+import dataclasses
+
 from t5x_lite.checkpoints.hugging_face.architecture import Architecture
 from t5x_lite.checkpoints.hugging_face.families import Family
 
 README_FILE = 'README.md'
-_FRONT_MATTER = """---
-library_name: transformers
-pipeline_tag: text2text-generation
-tags:
-- {model_type}
-- t5x_lite
----
-"""
 _TOKENIZER_LINE = 'tokenizer = AutoTokenizer.from_pretrained(folder)\n'
+# The class of `Auto` classes that loads all families.
+_AUTO_CLASS = 'AutoModelForSeq2SeqLM'
 _UNSCALED = """
 The logits of this model are computed with its token embedding and are not scaled (`"scale_decoder_outputs": false`).
 transformers before version 5 scales them by d_model^-0.5. With such a version, undo this after loading:
@@ -50,12 +47,49 @@ The logits have separate weights and are not scaled (`"tie_word_embeddings": fal
 """
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Origin:
+  """Facts about the origin of weights; what is unknown is not in the card.
+
+  Attributes:
+    base_model: model of the hub that the weights were trained from, OWNER/NAME.
+    license: identifier of the license in the card of that model.
+    data: name of the task or mixture of the run.
+    metrics: results of evaluations of these weights, by name.
+  """
+
+  base_model: str | None = None
+  license: str | None = None
+  data: str | None = None
+  metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+  def front_matter(self, model_type: str) -> str:
+    """Return the head of the card. It has no pipeline tag: transformers 5 has no pipeline for these models."""
+    lines = ['---', 'library_name: transformers']
+    for key, value in (('base_model', self.base_model), ('license', self.license)):
+      if value is not None:
+        lines.append(f'{key}: {value}')
+    return '\n'.join([*lines, 'tags:', f'- {model_type}', '- t5x_lite', '---', ''])
+
+  def sections(self) -> str:
+    """Return the sections about training and evaluation, or an empty text."""
+    text = ''
+    if self.data is not None:
+      text += f'\nTrained on the task `{self.data}`.\n'
+    if self.metrics:
+      text += '\n| metric | value |\n|---|---|\n'
+      for name, value in sorted(self.metrics.items()):
+        text += f'| {name} | {value:.4g} |\n'
+    return text
+
+
 def text_of(
   architecture: Architecture,
   family: Family,
   dtype: str,
   source_note: str = '',
   has_tokenizer: bool = False,
+  origin: Origin = Origin(),
 ) -> str:
   """Return the text of README.md: sizes, code to load the folder, and differences from the original network.
 
@@ -65,6 +99,7 @@ def text_of(
     dtype: dtype of the weights.
     source_note: origin of the weights, as a sentence.
     has_tokenizer: whether the folder holds a tokenizer.
+    origin: facts about the origin of the weights.
   """
   arch = architecture
   rows = {
@@ -82,7 +117,7 @@ def text_of(
       f'{list(arch.sparse_decoder_layers)} of the decoder'
     )
   parts = [
-    _FRONT_MATTER.format(model_type=family.model_type),
+    origin.front_matter(family.model_type),
     f'\n# {family.title}, converted by t5x_lite\n\n',
   ]
   if source_note:
@@ -91,10 +126,12 @@ def text_of(
     f'A model with the architecture of {family.title} ({family.paper}).\n\n| | |\n|---|---|\n'
   )
   parts += [f'| {name} | {value} |\n' for name, value in rows.items()]
-  imported = f'{"AutoTokenizer, " if has_tokenizer else ""}{family.architecture}'
+  parts.append(origin.sections())
+  imported = f'{_AUTO_CLASS}, AutoTokenizer' if has_tokenizer else _AUTO_CLASS
   parts.append(
     f'\n```python\nfrom transformers import {imported}\n\n'
-    f'model = {family.architecture}.from_pretrained(folder)\n'
+    "folder = '.'  # this folder, or its name on the hub\n"
+    f'model = {_AUTO_CLASS}.from_pretrained(folder)\n'
     f'{_TOKENIZER_LINE if has_tokenizer else ""}```\n'
   )
   if not arch.logits_via_embedding:

@@ -39,6 +39,7 @@ def write_folder(
   max_shard_bytes: int = MAX_SHARD_BYTES,
   tokenizer: Any = None,
   source_note: str = '',
+  origin: model_card.Origin = model_card.Origin(),
   order: Sequence[str] | None = None,
   progress: Callable[[int, int, str], None] | None = None,
 ) -> None:
@@ -56,7 +57,8 @@ def write_folder(
     dtype: dtype of the weights, one of `DTYPES`; None for the dtypes of the arrays.
     max_shard_bytes: limit for the weights in one file, in bytes; larger weights are divided into shards.
     tokenizer: see `tokenizer_files.write`.
-    source_note: origin of the weights, for the model card.
+    source_note: origin of the weights as a sentence, for the model card.
+    origin: further facts about the origin, for the model card.
     order: all our names in the order of reading and writing; None for the order of `names.tensor_table`.
     progress: called as (number of arrays written, number of all arrays, name) after each array.
 
@@ -85,7 +87,7 @@ def write_folder(
     )
     written = tokenizer_files.write(folder, family, tokenizer, vocab_size=architecture.vocab_size)
     card = model_card.text_of(
-      architecture, family, stored, source_note, has_tokenizer=bool(written)
+      architecture, family, stored, source_note, has_tokenizer=bool(written), origin=origin
     )
     files.write(folder / model_card.README_FILE, card, durable=False)
     # Written last: without this file the folder is not valid.
