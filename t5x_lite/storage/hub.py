@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub by name, `hf://OWNER/NAME` or `hf://OWNER/NAME@REVISION`, as local folders.
+"""Models of the Hugging Face hub by name, `hf://OWNER/NAME` or `hf://OWNER/NAME@REVISION`, as local folders; uploads.
 
 `files.path` gives the folder of a name, so that a name can stand wherever a Hugging Face folder is read. The folder is
 in the cache of the package huggingface_hub (HF_HUB_CACHE); a model that is complete there is used without a request.
@@ -13,6 +13,7 @@ import logging
 import os
 import pathlib
 import re
+import shlex
 from typing import Any
 
 from t5x_lite import errors
@@ -22,6 +23,7 @@ _logger = logging.getLogger(__name__)
 _SCHEME = 'hf://'
 # The owner is missing in a few old names. A revision is a branch, a tag or a commit.
 _NAME_RE = re.compile(rf'{_SCHEME}((?:[\w-][\w.-]*/)?[\w-][\w.-]*)(?:@([\w-][\w./-]*?))?/?')
+_REPOSITORY_RE = re.compile(r'(?!hf_)[\w-][\w.-]*/[\w-][\w.-]*')
 _CONFIG = 'config.json'
 _WEIGHTS = 'model.safetensors'
 _INDEX = 'model.safetensors.index.json'
@@ -118,8 +120,7 @@ def _shards(folder: pathlib.Path) -> set[str]:
 def _explain(name: str, model: str, revision: str, error: Exception) -> str:
   import huggingface_hub.errors
 
-  first_sentence = ' '.join(str(error).split()).partition('. ')[0]
-  reason = first_sentence[:200].rstrip('.') or type(error).__name__
+  reason = _reason(error, None)
   folder = model.rpartition('/')[2]
   at = '' if revision == 'main' else f' --revision {revision}'
   if isinstance(error, huggingface_hub.errors.RepositoryNotFoundError):
@@ -132,3 +133,93 @@ def _explain(name: str, model: str, revision: str, error: Exception) -> str:
       f'{folder}`), copy the folder and give its path.'
     )
   return f'{name!r} is not in the cache of the Hugging Face hub and cannot be downloaded: {reason}. {remedy}'
+
+
+# ---- Uploads ---------------------------------------------------------------------------------------------------------
+
+
+def check_push(repository: str) -> None:
+  """Raise if `push` cannot upload to a repository; asks the hub, and changes nothing there.
+
+  Args:
+    repository: OWNER/NAME.
+
+  Raises:
+    ConfigError: the name is invalid, huggingface_hub or the token is missing, the hub rejects the token or cannot be
+      reached, or the repository has files.
+  """
+  if _REPOSITORY_RE.fullmatch(repository) is None:
+    # The value may be a token, so that it is not shown.
+    raise errors.ConfigError(
+      '`--push` must be OWNER/NAME, got another text. Write it like --push=me/my-t5; the token is read from '
+      '`hf auth login` or HF_TOKEN.'
+    )
+  with errors.needs_packages('--push', 'huggingface_hub', extra='hub'):
+    import huggingface_hub
+    import huggingface_hub.errors
+  token = huggingface_hub.get_token()
+  if token is None:
+    raise errors.ConfigError(
+      '`--push` needs a token of the Hugging Face hub, got none. Log in with `hf auth login`, or set HF_TOKEN.'
+    )
+  api = huggingface_hub.HfApi(token=token)
+  present: list[str] = []
+  try:
+    api.whoami()
+    with contextlib.suppress(huggingface_hub.errors.RepositoryNotFoundError):  # `push` makes it
+      present = [name for name in api.list_repo_files(repository) if name != '.gitattributes']
+  except _push_failures() as error:
+    raise errors.ConfigError(
+      f'The Hugging Face hub does not accept --push={repository}: {_reason(error, token)}. Check the network and the '
+      'token (`hf auth whoami`), which must have the permission to write.'
+    ) from None
+  if present:
+    raise errors.ConfigError(
+      f'`--push` must name a new or empty repository, got {repository} with {len(present)} files such as '
+      f'{present[0]}. Choose another name.'
+    )
+
+
+def push(folder: str | os.PathLike[str], repository: str) -> str:
+  """Upload a folder to a repository in one commit, and return the URL of the commit.
+
+  A new repository is private. Before the commit, no file of the folder is visible in the repository.
+
+  Args:
+    folder: path on a disk.
+    repository: OWNER/NAME, see `check_push`.
+
+  Raises:
+    CheckpointError: there is no commit.
+  """
+  import huggingface_hub
+
+  token = huggingface_hub.get_token()
+  api = huggingface_hub.HfApi(token=token)
+  try:
+    api.create_repo(repository, private=True, exist_ok=True)
+    commit = api.upload_folder(
+      folder_path=os.fspath(folder), repo_id=repository, commit_message='Upload of t5x_lite'
+    )
+  except _push_failures() as error:
+    # Not `from error`: its requests have the token.
+    raise errors.CheckpointError(
+      f'{os.fspath(folder)!r} is complete, but it was not pushed to {repository}: {_reason(error, token)}. '
+      f'Push it with `hf upload --private {repository} {shlex.quote(os.fspath(folder))}`.'
+    ) from None
+  return str(commit.commit_url)
+
+
+def _push_failures() -> tuple[type[Exception], ...]:
+  import huggingface_hub.errors
+
+  http_error = huggingface_hub.errors.HTTPError  # pyright: ignore[reportPrivateImportUsage]
+  return (OSError, ValueError, RuntimeError, http_error)
+
+
+def _reason(error: Exception, token: str | None) -> str:
+  """Return the first sentence of an error, without the token."""
+  first_sentence = ' '.join(str(error).split()).partition('. ')[0]
+  if token:
+    first_sentence = first_sentence.replace(token, '(token)')
+  return first_sentence[:200].rstrip('.') or type(error).__name__

@@ -412,4 +412,32 @@ MUTANTS = (
     ']',
     'tests/checkpoints/builders/test_chain.py::test_a_configuration_is_the_short_form_of_a_chain',
   ),
+  Mutant(
+    'a_new_repository_of_the_hub_is_public',
+    't5x_lite/storage/hub.py',
+    'private=True, exist_ok',
+    'private=False, exist_ok',
+    'tests/apps/convert/test_push.py::test_the_folder_is_pushed_in_one_commit_to_a_private_repository',
+  ),
+  Mutant(
+    'a_repository_with_files_is_pushed_to',
+    't5x_lite/storage/hub.py',
+    '  if present:\n',
+    '  if False:\n',
+    'tests/apps/convert/test_push.py::test_what_is_missing_is_reported_before_anything_is_read',
+  ),
+  Mutant(
+    'an_error_of_the_hub_shows_the_token',
+    't5x_lite/storage/hub.py',
+    "first_sentence.replace(token, '(token)')",
+    'first_sentence',
+    'tests/storage/test_hub.py::test_errors_do_not_show_the_token',
+  ),
+  Mutant(
+    'the_card_has_no_base_model_of_earlier_runs',
+    't5x_lite/apps/convert/origin.py',
+    '_MAX_RUNS = 20',
+    '_MAX_RUNS = 1',
+    'tests/apps/convert/test_origin.py::test_a_chain_of_runs_has_the_base_model_of_its_start',
+  ),
 )

@@ -11,6 +11,7 @@ from t5x_lite import errors
 from t5x_lite.storage import files
 from t5x_lite.storage import hub
 from tests import hub_cache
+from tests import hub_uploads
 
 pytest.importorskip('huggingface_hub')
 
@@ -161,3 +162,13 @@ def test_an_unknown_model_is_explained(server):
 def test_an_invalid_name_is_rejected(name):
   with pytest.raises(errors.ConfigError, match='hf://OWNER/NAME'):
     files.path(name)
+
+
+def test_errors_do_not_show_the_token(monkeypatch, tmp_path):
+  with hub_uploads.serving(monkeypatch) as server:
+    # A hub, or a proxy before it, that repeats the header of a request in its answer.
+    server.fails_at, server.error = '/commit/', f'{hub_uploads.TOKEN} may not write'
+    (tmp_path / 'config.json').write_text('{}')
+    with pytest.raises(errors.CheckpointError, match=r'\(token\) may not write') as error:
+      hub.push(tmp_path, _NAME)
+  assert hub_uploads.TOKEN not in str(error.value) and error.value.__cause__ is None

@@ -37,6 +37,7 @@ _OPTIONS = (
   'family',
   'tokenizer',
   'max_shard_size',
+  'push',
 )
 _UNITS = {
   '': 1,
@@ -125,6 +126,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     type=parse_num_bytes,
     metavar='SIZE',
     help='maximum size of a file of weights, e.g. 500MB; default: 5GB',
+  )
+  folder.add_argument(
+    '--push',
+    metavar='OWNER/NAME',
+    help='also upload the folder to this repository of the Hugging Face hub, in one commit; the repository must be new '
+    '(then it is private) or empty. Requires huggingface_hub, and the token of `hf auth login` or HF_TOKEN',
   )
 
 

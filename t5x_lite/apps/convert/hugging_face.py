@@ -9,6 +9,7 @@ import tempfile
 from typing import Any
 
 from t5x_lite import checks
+from t5x_lite.apps.convert import origin
 from t5x_lite.apps.convert import source_network
 from t5x_lite.apps.convert import targets
 from t5x_lite.apps.convert.state_plan import AVERAGE
@@ -22,6 +23,7 @@ from t5x_lite.checkpoints.hugging_face import tokenizer_files
 from t5x_lite.checkpoints.hugging_face import writer
 from t5x_lite.errors import T5xLiteError
 from t5x_lite.storage import files
+from t5x_lite.storage import hub
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,7 @@ class HuggingFaceTarget(targets.Target):
     family: family of the model; None detects it.
     tokenizer: file or folder with the tokenizer; None for that of the source, if any.
     max_shard_size: maximum number of bytes of a file of weights; None for the default.
+    push: OWNER/NAME of a new or empty repository of the hub, to which the folder is uploaded; None for no upload.
   """
 
   format = 'hugging_face'
@@ -60,10 +63,27 @@ class HuggingFaceTarget(targets.Target):
   family: str | None = None
   tokenizer: str | None = None
   max_shard_size: int | None = None
+  push: str | None = None
 
   def __post_init__(self) -> None:
     size = checks.number(at_least=1, integer=True).or_none()
     checks.check('', {'--max_shard_size': self.max_shard_size}, **{'--max_shard_size': size})
+
+  def check_output(self, output: str) -> None:
+    """See `Target.check_output`."""
+    if self.push is None:
+      return
+    if files.is_remote(output):
+      raise checks.invalid(
+        '', 'OUTPUT', 'a folder on a disk with --push', output, 'Name a folder on a disk.'
+      )
+    hub.check_push(self.push)
+
+  def publish(self, path: str) -> str | None:
+    """See `Target.publish`."""
+    if self.push is None:
+      return None
+    return f'Pushed to {hub.push(path, self.push)}'
 
   @classmethod
   def unsupported(cls, source: sources.StateSource, network: Mapping[str, Any]) -> str | None:
@@ -144,6 +164,7 @@ class HuggingFaceTarget(targets.Target):
       max_shard_bytes=self.max_shard_size or writer.MAX_SHARD_BYTES,
       tokenizer=job.tokenizer,
       source_note=f'Converted from `{folder_name}` ({source.format}), step {job.step}.',
+      origin=origin.origin_of(source),
       order=list(job.plan.params()),
     )
 

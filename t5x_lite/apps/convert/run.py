@@ -75,6 +75,7 @@ def convert(
   """
   target = _target(to, dtype, param_average, options)
   shown = progress or runtime.Progress(enabled=False)
+  target.check_output(output)
   _check_output(source, output)
   shown.note('reading the source')
   opened = open_newest(source)
@@ -95,6 +96,7 @@ def convert(
     target.write(made, job, make)
     shown.note('waiting for the disk')
   shown.clear()
+  published = target.publish(path)
   plan = job.plan
   return Conversion(
     path=path,
@@ -109,7 +111,7 @@ def convert(
     family=job.family,
     architecture=job.architecture,
     has_tokenizer=job.has_tokenizer,
-    notes=job.notes,
+    notes=job.notes if published is None else (*job.notes, published),
   )
 
 

@@ -152,6 +152,22 @@ class Target(abc.ABC):
     """Return the family of the model, or None if it is unknown."""
     return source_network.known_family(source)
 
+  def check_output(self, output: str) -> None:
+    """Raise before anything is read if the output cannot be written to the path `output`, or published.
+
+    Raises:
+      ConfigError: the format does not support the path or the options, or a package or a permission is missing.
+    """
+    del output
+
+  def publish(self, path: str) -> str | None:
+    """Publish the complete output at `path`, and return a remark for the user; None without an option for it.
+
+    Raises:
+      CheckpointError: nothing was published; the output is complete.
+    """
+    return None
+
   def plan_options(self) -> dict[str, Any]:
     """Return the arguments of `plan.plan_state` that are options of the format."""
     return {}

@@ -11,6 +11,7 @@ import numpy as np
 
 from t5x_lite import checks
 from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints.hugging_face import model_card
 from t5x_lite.checkpoints.hugging_face import names
 from t5x_lite.checkpoints.hugging_face import tokenizer_files
 from t5x_lite.checkpoints.hugging_face.architecture import Architecture
@@ -38,6 +39,7 @@ def write_folder(
   max_shard_bytes: int = MAX_SHARD_BYTES,
   tokenizer: Any = None,
   source_note: str = '',
+  origin: model_card.Origin = model_card.Origin(),
   order: Sequence[str] | None = None,
   progress: Callable[[int, int, str], None] | None = None,
 ) -> None:
@@ -55,7 +57,8 @@ def write_folder(
     dtype: dtype of the weights, one of `DTYPES`; None for the dtypes of the arrays.
     max_shard_bytes: limit for the weights in one file, in bytes; larger weights are divided into shards.
     tokenizer: see `tokenizer_files.write`.
-    source_note: origin of the weights, for the model card.
+    source_note: origin of the weights as a sentence, for the model card.
+    origin: further facts about the origin, for the model card.
     order: all our names in the order of reading and writing; None for the order of `names.tensor_table`.
     progress: called as (number of arrays written, number of all arrays, name) after each array.
 
@@ -83,8 +86,10 @@ def write_folder(
       architecture.special_ids(),
     )
     written = tokenizer_files.write(folder, family, tokenizer, vocab_size=architecture.vocab_size)
-    card = model_card(architecture, family, stored, source_note, has_tokenizer=bool(written))
-    files.write(folder / README_FILE, card, durable=False)
+    card = model_card.text_of(
+      architecture, family, stored, source_note, has_tokenizer=bool(written), origin=origin
+    )
+    files.write(folder / model_card.README_FILE, card, durable=False)
     # Written last: without this file the folder is not valid.
     write_json(folder / CONFIG_FILE, architecture.to_config_json(family, stored))
 
@@ -156,112 +161,3 @@ def _cast(rule: TensorRule, array: np.ndarray, dtype: str | None) -> np.ndarray:
       'dtype=bfloat16.'
     )
   return cast
-
-
-# ---- Model card ------------------------------------------------------------------------------------------------------
-
-README_FILE = 'README.md'
-_FRONT_MATTER = """---
-library_name: transformers
-pipeline_tag: text2text-generation
-tags:
-- {model_type}
-- t5x_lite
----
-"""
-_TOKENIZER_LINE = 'tokenizer = AutoTokenizer.from_pretrained(folder)\n'
-_UNSCALED = """
-The logits of this model are computed with its token embedding and are not scaled (`"scale_decoder_outputs": false`).
-transformers before version 5 scales them by d_model^-0.5. With such a version, undo this after loading:
-
-```python
-model.config.tie_word_embeddings = False
-```
-"""
-_UNSCALED_BY_FLAG = """
-The logits of this model are computed with its token embedding and are not scaled. {architecture} of transformers always
-scales them by d_model^-0.5. Undo this after loading; otherwise losses, samples and beams are wrong (greedy texts are
-correct):
-
-```python
-model.config.tie_word_embeddings = False
-```
-"""
-_UNTIED_UMT5 = """
-The logits of this model have separate weights (`lm_head`) and are not scaled. transformers' `UMT5Config` ignores
-`"tie_word_embeddings": false` and scales them by d_model^-0.5. Undo this after loading; otherwise losses, samples and
-beams are wrong (greedy texts are correct):
-
-```python
-model.config.tie_word_embeddings = False
-```
-"""
-_SPARSE = """
-A token goes to the expert with the highest router probability. In transformers an expert accepts at most
-`expert_capacity` = {capacity} tokens of each sequence; in the original network the limit is per group of sequences, or
-absent. If no token is dropped, both models are equal: set `expert_capacity` to the length of the longest sequence. If
-the network was trained with several experts per token, or with another router, the results differ.
-"""
-_UNTIED = """
-The logits have separate weights and are not scaled (`"tie_word_embeddings": false`).
-"""
-
-
-def model_card(
-  architecture: Architecture,
-  family: Family,
-  dtype: str,
-  source_note: str = '',
-  has_tokenizer: bool = False,
-) -> str:
-  """Return the text of README.md: sizes, code to load the folder, and differences from the original network.
-
-  Args:
-    architecture: architecture of the model.
-    family: family of the model.
-    dtype: dtype of the weights.
-    source_note: origin of the weights, as a sentence.
-    has_tokenizer: whether the folder holds a tokenizer.
-  """
-  arch = architecture
-  rows = {
-    'vocabulary': arch.vocab_size,
-    'width (d_model)': arch.emb_dim,
-    'heads': f'{arch.num_heads} of width {arch.head_dim}',
-    'hidden width (d_ff)': arch.mlp_dim,
-    'layers': f'{arch.num_encoder_layers} + {arch.num_decoder_layers}',
-    'activations': ', '.join(arch.mlp_activations),
-    'dtype of the weights': dtype,
-  }
-  if arch.num_experts:
-    rows['experts'] = (
-      f'{arch.num_experts}, in layers {list(arch.sparse_encoder_layers)} of the encoder and '
-      f'{list(arch.sparse_decoder_layers)} of the decoder'
-    )
-  parts = [
-    _FRONT_MATTER.format(model_type=family.model_type),
-    f'\n# {family.title}, converted by t5x_lite\n\n',
-  ]
-  if source_note:
-    parts.append(f'{source_note}\n\n')
-  parts.append(
-    f'A model with the architecture of {family.title} ({family.paper}).\n\n| | |\n|---|---|\n'
-  )
-  parts += [f'| {name} | {value} |\n' for name, value in rows.items()]
-  imported = f'{"AutoTokenizer, " if has_tokenizer else ""}{family.architecture}'
-  parts.append(
-    f'\n```python\nfrom transformers import {imported}\n\n'
-    f'model = {family.architecture}.from_pretrained(folder)\n'
-    f'{_TOKENIZER_LINE if has_tokenizer else ""}```\n'
-  )
-  if not arch.logits_via_embedding:
-    parts.append(_UNTIED_UMT5 if family.model_type == 'umt5' else _UNTIED)
-  elif not arch.scale_tied_logits:
-    if family.needs_untied_flag(arch):
-      template = _UNSCALED_BY_FLAG
-    else:
-      template = _UNSCALED
-    parts.append(template.format(architecture=family.architecture))
-  if arch.num_experts:
-    parts.append(_SPARSE.format(capacity=arch.expert_capacity))
-  return ''.join(parts)

@@ -11,8 +11,8 @@ import pytest
 from t5x_lite.checkpoints.hugging_face import FAMILIES
 from t5x_lite.checkpoints.hugging_face import HuggingFaceFolder
 from t5x_lite.checkpoints.hugging_face import is_hugging_face_folder
+from t5x_lite.checkpoints.hugging_face import model_card
 from t5x_lite.checkpoints.hugging_face import write_folder
-from t5x_lite.checkpoints.hugging_face import writer
 from t5x_lite.checkpoints.hugging_face.folder import CONFIG_FILE
 from t5x_lite.errors import CheckpointError
 from t5x_lite.storage import files
@@ -37,7 +37,7 @@ def test_tied_logits_without_a_scale_are_written_and_read(tmp_path, family):
   assert 'model.config.tie_word_embeddings = False' in card and 'not scaled' in card
   assert ('before version 5' in card) == (family in ('t5_1_1', 'mt5'))
   # Their tied logits that are scaled need nothing said.
-  assert 'not scaled' not in writer.model_card(cases.TIED, FAMILIES['t5_1_0'], 'float32')
+  assert 'not scaled' not in model_card.text_of(cases.TIED, FAMILIES['t5_1_0'], 'float32')
 
 
 # Writing
