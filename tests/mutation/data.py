@@ -4,6 +4,27 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'training_starts_with_padding',
+    't5x_lite/models/encoder_decoder.py',
+    "self._with_start(batch['decoder_input_tokens'], batch.get('decoder_segment_ids')),",
+    "batch['decoder_input_tokens'],",
+    'tests/models/test_encoder_decoder.py::test_the_decoder_starts_with_the_id_of_the_model',
+  ),
+  Mutant(
+    'decoding_starts_with_padding',
+    't5x_lite/models/encoder_decoder.py',
+    'self._with_start(prompt),',
+    'prompt,',
+    'tests/models/test_encoder_decoder.py::test_the_decoder_starts_with_the_id_of_the_model',
+  ),
+  Mutant(
+    'the_second_text_of_a_row_starts_with_padding',
+    't5x_lite/models/encoder_decoder.py',
+    '    if segment_ids is not None:\n      is_other',
+    '    if False:\n      is_other',
+    'tests/models/test_encoder_decoder.py::test_the_decoder_starts_with_the_id_of_the_model',
+  ),
+  Mutant(
     'white_space_without_a_table_is_text',
     't5x_lite/data/text/tokenizer_json.py',
     'normalization_lib.charsmap(normalization or normalization_lib.WHITE_SPACE)',
