@@ -9,6 +9,7 @@ import numpy as np
 from t5x_lite import checks
 from t5x_lite.data import vocabularies
 from t5x_lite.data.seqio import features as seqio_features
+from t5x_lite.data.seqio import tasks as tasks  # registers the embedded tasks
 from t5x_lite.data.seqio.packages import as_text
 from t5x_lite.data.seqio.packages import dataset_of
 from t5x_lite.data.seqio.packages import explained

@@ -9,6 +9,7 @@ from t5x_lite import checks
 from t5x_lite.data import builtin_tasks
 from t5x_lite.data.batches import features as features_lib
 from t5x_lite.data.config import DatasetConfig
+from t5x_lite.data.seqio import tasks as tasks  # registers the embedded tasks
 from t5x_lite.data.seqio.packages import quiet
 from t5x_lite.data.seqio.packages import seqio
 from t5x_lite.errors import DataError, did_you_mean
