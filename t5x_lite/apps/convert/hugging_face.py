@@ -205,12 +205,7 @@ def _with_special_ids(
   if not (tokenizer / 'config.json').is_file():
     return architecture
   config = config_json.read(tokenizer, 'config.json')
-  return dataclasses.replace(
-    architecture,
-    pad_token_id=config.get('pad_token_id') or 0,
-    eos_token_ids=config_json.end_ids(config),
-    decoder_start_token_id=config.get('decoder_start_token_id') or 0,
-  )
+  return dataclasses.replace(architecture, **config_json.special_ids(config))
 
 
 def _try_tokenizer(

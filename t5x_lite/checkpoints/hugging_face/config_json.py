@@ -106,17 +106,15 @@ _TYPE_EXPECTATIONS = {
     'Dequantize the weights with transformers, then call save_pretrained.',
   ),
 }
-_FIELD_EXPECTATIONS = {
+_SPECIAL_IDS = {
   # Padding is masked, and id 0 in our batches: whether texts may have id 0 is checked with the tokenizer.
   'pad_token_id': checks.number(at_least=0, integer=True).or_none(),
   'decoder_start_token_id': checks.number(at_least=0, integer=True).or_none(),
   'eos_token_id': Expectation(
     'an id above 0, or a list of such ids', lambda value: _are_ends(value)
   ),
-  'router_dtype': Expectation(
-    "'float32', the dtype of our routers", lambda value: value == 'float32'
-  ),
 }
+_ROUTER_DTYPE = Expectation("'float32', the dtype of our routers", lambda value: value == 'float32')
 
 
 def _are_ends(value: Any) -> bool:
@@ -124,12 +122,24 @@ def _are_ends(value: Any) -> bool:
   return bool(ids) and all(untrusted.is_count(i, _MAX_SIZE) and i > 0 for i in ids)
 
 
-def end_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
-  """Return the ids of end tokens in the contents of `config.json` or `generation_config.json`; T5's 1 without any."""
-  value = config.get('eos_token_id')
-  if value is None:
-    return (1,)
-  return tuple(value) if isinstance(value, list) else (value,)
+def special_ids(config: Mapping[str, Any]) -> dict[str, Any]:
+  """Return the special ids of a `config.json` by their names in `Architecture`; without a key, those of T5.
+
+  Raises:
+    CheckpointError: an id is invalid.
+  """
+  values = {key: config.get(key) for key in _SPECIAL_IDS}
+  checks.check('config.json', values, CheckpointError, **_SPECIAL_IDS)
+  ends = values['eos_token_id']
+  if ends is None:
+    ends = 1
+  if not isinstance(ends, list):
+    ends = [ends]
+  return {
+    'pad_token_id': values['pad_token_id'] or 0,
+    'eos_token_ids': tuple(ends),
+    'decoder_start_token_id': values['decoder_start_token_id'] or 0,
+  }
 
 
 def model_type(config: Mapping[str, Any]) -> str:
@@ -306,11 +316,11 @@ def fields_of_config(config: Mapping[str, Any], has_head: bool | None = None) ->
     CheckpointError: our networks cannot express the model, or the file lacks a required key.
   """
   kind = model_type(config)
-  defaults = {'router_dtype': 'float32'}
-  values = {key: config.get(key, defaults.get(key)) for key in _FIELD_EXPECTATIONS}
-  if kind != 'switch_transformers':
-    values['router_dtype'] = 'float32'  # others have no routers
-  checks.check('config.json', values, CheckpointError, **_FIELD_EXPECTATIONS)
+  if kind == 'switch_transformers':  # others have no routers
+    dtype = config.get('router_dtype', 'float32')
+    checks.check(
+      'config.json', {'router_dtype': dtype}, CheckpointError, router_dtype=_ROUTER_DTYPE
+    )
   fields: dict[str, Any] = {ours: _integer(config, theirs) for ours, theirs in _DIMS.items()}
   fields['num_encoder_layers'] = _integer(config, 'num_layers', at_most=_MAX_LAYERS)
   # transformers reads a missing key of a Switch Transformer as 12, and null as the encoder's number.
@@ -324,9 +334,7 @@ def fields_of_config(config: Mapping[str, Any], has_head: bool | None = None) ->
   fields |= {
     'mlp_activations': _activations(config, kind),
     **tied_fields(output_head(config, has_head)),
-    'pad_token_id': config.get('pad_token_id') or 0,
-    'eos_token_ids': end_ids(config),
-    'decoder_start_token_id': config.get('decoder_start_token_id') or 0,
+    **special_ids(config),
     'relpos_per_layer': kind == 'umt5',
     'relpos_num_buckets': _integer(config, 'relative_attention_num_buckets', 32),
     'relpos_max_distance': _integer(config, 'relative_attention_max_distance', 128),

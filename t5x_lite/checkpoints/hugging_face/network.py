@@ -35,7 +35,8 @@ def decoder_start_id(folder: str | os.PathLike[str]) -> int:
   Args:
     folder: see `stop_token_ids`.
   """
-  return config_json.read(files.path(folder), CONFIG_FILE).get('decoder_start_token_id') or 0
+  config = config_json.read(files.path(folder), CONFIG_FILE)
+  return config_json.special_ids(config)['decoder_start_token_id']
 
 
 def network_config(
