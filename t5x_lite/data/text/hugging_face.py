@@ -43,12 +43,17 @@ class SpecialTokens:
 
 @dataclasses.dataclass(frozen=True)
 class _Loaded:
-  """The tokenizer as it was loaded: `encoder` and `literal` encode, `decoder` decodes; `ids` by token."""
+  """The tokenizer as it was loaded: `encoder` and `literal` encode, `decoder` decodes; `ids` by token.
+
+  The other fields are read for each text: the ids that `decode` leaves out, and the number of ids.
+  """
 
   encoder: Any
   literal: Any
   decoder: Any
   ids: dict[str, int]
+  control_ids: frozenset[int]
+  vocab_size: int
 
 
 class HuggingFaceVocabulary(Vocabulary):
@@ -87,13 +92,16 @@ class HuggingFaceVocabulary(Vocabulary):
       contents |= {'truncation': None, 'padding': None}
       hidden = {self._special.pad, self._special.eos}
       decoder = self._open(contents, set())
+      ids = decoder.get_vocab(with_added_tokens=True)
       self._loaded = _Loaded(
         encoder=self._open(contents, hidden),
         literal=self._open(
           contents, hidden | {*filter(SENTINEL_PIECE.fullmatch, _added(contents))}
         ),
         decoder=decoder,
-        ids=decoder.get_vocab(with_added_tokens=True),
+        ids=ids,
+        control_ids=frozenset(ids[token] for token in self._special.controls if token in ids),
+        vocab_size=max(ids.values()) + 1,
       )
     return self._loaded
 
@@ -158,7 +166,7 @@ class HuggingFaceVocabulary(Vocabulary):
   @property
   def vocab_size(self) -> int:
     """See base class; the ids may have gaps."""
-    return max(self._load().ids.values()) + 1
+    return self._load().vocab_size
 
   @property
   def identity(self) -> tuple[Any, ...]:
@@ -199,8 +207,8 @@ class HuggingFaceVocabulary(Vocabulary):
 
   def _decode(self, ids: list[int]) -> str:
     loaded = self._load()
-    controls = {loaded.ids.get(token) for token in self._special.controls}
-    return loaded.decoder.decode([i for i in ids if i not in controls], skip_special_tokens=False)
+    kept = [i for i in ids if i not in loaded.control_ids]
+    return loaded.decoder.decode(kept, skip_special_tokens=False)
 
   def __repr__(self) -> str:
     return f'HuggingFaceVocabulary({self._path})'
