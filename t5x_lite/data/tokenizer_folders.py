@@ -247,13 +247,12 @@ def _make_from_json(root: files.Path, config: Mapping[str, Any], number: int | N
 
 def _has_these_sentinels(vocabulary: Vocabulary, tokens: Iterable[AddedToken]) -> bool:
   """Return True if sentinels among the tokens of a file have the ids of the vocabulary."""
-  sentinels = {token.content: token.id for token in tokens if _SENTINEL.fullmatch(token.content)}
   first = vocabulary.sentinel_id
-  return all(
-    sentinels[f'<extra_id_{i}>'] == first - i
-    for i in range(len(sentinels))
-    if f'<extra_id_{i}>' in sentinels
-  )
+  for token in tokens:
+    number = token.content.removeprefix('<extra_id_').removesuffix('>')
+    if _SENTINEL.fullmatch(token.content) and token.id != first - int(number):
+      return False
+  return True
 
 
 def _make_from_merges(root: files.Path, name: str) -> Vocabulary:

@@ -34,8 +34,8 @@ MUTANTS = (
   Mutant(
     'tokenizers_that_keep_two_spaces_are_read_by_sentencepiece',
     't5x_lite/data/text/tokenizer_json.py',
-    "if not collapses or splits[-1:] != ['Metaspace always'] or len(splits) > 2:",
-    "if splits[-1:] != ['Metaspace always'] or len(splits) > 2:",
+    "if before != ['WhitespaceSplit'] and not (before == [] and is_joined):",
+    "if before not in (['WhitespaceSplit'], []):",
     'tests/data/test_tokenizer_folders.py::test_other_unigram_tokenizers_are_read_by_their_library',
   ),
   Mutant(

@@ -1,6 +1,6 @@
 """Conversion of interactive examples to task features with a model's vocabularies.
 
-Only preprocessors of tf.data need TensorFlow; they use `seqio_examples`.
+Only preprocessors of tf.data need TensorFlow; they use `data.seqio.examples`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

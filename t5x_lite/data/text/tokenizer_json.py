@@ -172,13 +172,17 @@ def is_sentencepiece(tokenizer: Mapping[str, Any], eos_token: str) -> bool:
   model = tokenizer.get('model')
   if not isinstance(model, Mapping) or model.get('type') != 'Unigram':
     return False
-  normalizer = tokenizer.get('normalizer')
-  kinds = [_kind_of(part) for part in _parts(normalizer, 'normalizers')]
-  if not {*kinds} <= {'Precompiled', 'Strip', 'Replace  {2,}'}:
+  parts = _parts(tokenizer.get('normalizer'), 'normalizers')
+  has_table_only = all(
+    _type(part) in ('Precompiled', 'Strip') or _joins_spaces(part) for part in parts
+  )
+  splits = _parts(tokenizer.get('pre_tokenizer'), 'pretokenizers')
+  if not has_table_only or not splits or not _begins_words(splits[-1]):
     return False
-  splits = [_kind_of(part) for part in _parts(tokenizer.get('pre_tokenizer'), 'pretokenizers')]
-  collapses = 'WhitespaceSplit' in splits or {'Strip', 'Replace  {2,}'} <= {*kinds}
-  if not collapses or splits[-1:] != ['Metaspace always'] or len(splits) > 2:
+  # What comes before the sign of a space: white space that is left out, or spaces that the normalizer has joined.
+  before = [_type(part) for part in splits[:-1]]
+  is_joined = any(map(_joins_spaces, parts)) and 'Strip' in map(_type, parts)
+  if before != ['WhitespaceSplit'] and not (before == [] and is_joined):
     return False
   if model.get('byte_fallback') and not _has_all_bytes(model):
     return False
@@ -193,19 +197,24 @@ def _parts(component: Any, key: str) -> list[Any]:
   return parts if isinstance(parts, list) else [component]
 
 
-def _kind_of(part: Any) -> str:
-  """Return the type of a part, with the option that decides where texts are divided."""
-  if not isinstance(part, Mapping):
-    return ''
-  kind = str(part.get('type'))
-  if kind == 'Metaspace':
-    # Files of older versions have `add_prefix_space` instead.
-    always = part.get('prepend_scheme', 'always' if part.get('add_prefix_space', True) else 'never')
-    return f'Metaspace {always}' if part.get('replacement', '\u2581') == '\u2581' else kind
-  if kind == 'Replace' and part.get('content') in (' ', '\u2581'):
-    pattern = part.get('pattern')
-    return f'Replace {pattern.get("Regex") if isinstance(pattern, Mapping) else pattern}'
-  return kind
+def _type(part: Any) -> Any:
+  return part.get('type') if isinstance(part, Mapping) else None
+
+
+def _begins_words(part: Any) -> bool:
+  """Return True for a pre-tokenizer that puts sentencepiece's sign of a space before each word."""
+  if _type(part) != 'Metaspace' or part.get('replacement', '\u2581') != '\u2581':
+    return False
+  # Files of older versions have `add_prefix_space` instead.
+  default = 'always' if part.get('add_prefix_space', True) else 'never'
+  return part.get('prepend_scheme', default) == 'always'
+
+
+def _joins_spaces(part: Any) -> bool:
+  """Return True for a normalizer that makes one space of several."""
+  if _type(part) != 'Replace' or part.get('content') not in (' ', '\u2581'):
+    return False
+  return part.get('pattern') == {'Regex': ' {2,}'}
 
 
 def _has_all_bytes(model: Mapping[str, Any]) -> bool:
