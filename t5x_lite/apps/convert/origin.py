@@ -58,7 +58,7 @@ def _base(path: str, metadata: Any) -> tuple[str | None, str | None]:
 
 
 def _start_of_run(checkpoint: str) -> str | None:
-  """Return the path that the run of a checkpoint started from, by its config.gin; None if there is none."""
+  """Return the path that the run of a checkpoint started from, or None if its config.gin has none."""
   folder = files.path(checkpoint).parent
   if checkpoint.startswith(_HUB) or not (folder / 'config.gin').is_file():
     return None
