@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from t5x_lite import data
+from t5x_lite import errors
 from t5x_lite.checkpoints.hugging_face import get_family
 from t5x_lite.checkpoints.hugging_face import tokenizer_files
 from t5x_lite.data import builtin_tasks
@@ -181,8 +182,10 @@ def _merges_folder(path, **tokenizer_config):
 
 def test_without_the_package_the_message_names_the_extra(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, 'tokenizers', None)
+  command = re.escape(errors.install_command('tokenizers'))  # another one for an installed package
   with pytest.raises(
-    ConfigError, match=r"needs the package tokenizers.*\[tokenizers\]'?`, or copy spiece.model"
+    ConfigError,
+    match=rf'needs the package tokenizers.* Install with `{command}`, or copy spiece.model',
   ):
     tokenizer_folders.hugging_face_vocabulary(_merges_folder(tmp_path / 'x'))
 
