@@ -45,23 +45,21 @@ class Record:
     date: day of the run, as 2026-11-29.
     command: command that measured it.
     machine: processor, devices and versions.
-    note: source of a record that the benchmark did not write.
   """
 
   optimizer: str
   params: str
   num_params: int
-  num_steps: int | None
+  num_steps: int
   step_ms: float
   slowest_ms: float
   adam_ms: float
   compile_s: float
   state_bytes: int
-  matmul_gflops: list[float] | None
+  matmul_gflops: list[float]
   date: str
   command: str
   machine: str
-  note: str = ''
 
   @property
   def ratio(self) -> float:
