@@ -149,6 +149,7 @@ CALLED: dict[str, str] = {
 PASSED: dict[str, str] = {
   'moe.checkpoints': 'UpcycleCheckpointer',
   'moe.models': '_SparseModel.eval_fn',
+  'moe.routing.base': 'Router',
   'moe.training': 'MoeTrainer',
   'seqio': (
     'Evaluator JSONLogger PyLoggingLogger TensorBoardLogger EncDecFeatureConverter '
