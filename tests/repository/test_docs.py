@@ -493,6 +493,30 @@ def test_own_seqio_task(shown_files, capsys):
     seqio.MixtureRegistry.remove('numbers_and_keywords')
 
 
+def _seams():
+  """Returns (cell of the example, cell of the files inside) of each row in the table of seams."""
+  (rows,) = [
+    match['rows'] for match in _TABLE.finditer(_PAGES['docs/design.md']) if match['kind'] == 'seams'
+  ]
+  return [
+    [cell.strip() for cell in line.strip('|').split('|')][1:] for line in rows.splitlines()[2:]
+  ]
+
+
+@pytest.mark.parametrize('example, inside', _seams())
+def test_seams_have_the_lines_and_files_that_are_said(example, inside):
+  if link := re.fullmatch(r'\[(.*)\]\((.*)#.*\): (\d+)', example):
+    shown = {m['name']: m['text'] for m in _NAMED_BLOCK.finditer(_PAGES[f'docs/{link[2]}'])}
+    assert int(link[3]) == sum(shown[name].count('\n') for name in _names(link[1]))
+  else:
+    assert example.startswith('none: ')
+  number, _, files = inside.partition(': ')
+  assert int(number) == len(files.split(';'))
+  for name in _names(files):
+    if '/' in name:
+      assert any((folder / name).exists() for folder in (_ROOT, _ROOT / 't5x_lite')), name
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Optimizers
 
