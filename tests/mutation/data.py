@@ -41,9 +41,23 @@ MUTANTS = (
   Mutant(
     'a_text_may_have_the_end_token',
     't5x_lite/data/text/hugging_face.py',
-    'hidden = {self._special.pad, self._special.eos}',
+    'hidden = {special.pad, special.eos}',
     'hidden = set()',
     'tests/interop/test_tokenizers.py::test_no_text_has_the_padding_or_the_end_of_byte_level_bpe',
+  ),
+  Mutant(
+    'added_tokens_that_are_hidden_shift_later_ids',
+    't5x_lite/data/text/hugging_face.py',
+    "    elif token['content'] not in in_model:\n",
+    '    elif False:\n',
+    'tests/data/test_tokenizer_folders.py::test_tokens_after_an_added_end_token_keep_their_ids',
+  ),
+  Mutant(
+    'each_vocabulary_loads_its_tokenizer',
+    't5x_lite/data/text/hugging_face.py',
+    '@functools.lru_cache(maxsize=4)',
+    '@functools.lru_cache(maxsize=0)',
+    'tests/data/test_tokenizer_folders.py::test_equal_vocabularies_load_their_tokenizer_once',
   ),
   Mutant(
     'a_tokenizer_may_have_another_end_than_its_model',
