@@ -81,6 +81,37 @@ MUTANTS = (
     'tests/models/test_encoder_decoder.py::test_stop_token_ids_of_the_model_end_sequences',
   ),
   Mutant(
+    'exports_name_the_tokenizer_of_t5',
+    't5x_lite/checkpoints/hugging_face/writer.py',
+    'if tokenizer_class is not None:',
+    'if False:',
+    'tests/checkpoints/hugging_face/test_tokenizer_files.py'
+    '::test_config_json_names_the_class_of_a_copied_tokenizer',
+  ),
+  Mutant(
+    'the_end_tokens_of_generation_config_json_are_not_read',
+    't5x_lite/checkpoints/hugging_face/config_json.py',
+    "config['eos_token_id'] = generation['eos_token_id']",
+    'pass',
+    'tests/apps/convert/test_plan.py'
+    '::test_special_ids_are_kept_and_what_t5x_cannot_represent_is_said',
+  ),
+  Mutant(
+    'training_and_decoding_may_start_with_different_ids',
+    't5x_lite/checkpoints/hugging_face/config_json.py',
+    "if generation.get('decoder_start_token_id') not in (None, start):",
+    'if False:',
+    'tests/checkpoints/hugging_face/test_config_json.py'
+    '::test_special_ids_of_generation_config_json',
+  ),
+  Mutant(
+    'a_tokenizer_of_a_run_that_is_gone_is_left_out',
+    't5x_lite/apps/convert/origin.py',
+    "  reason = 'got none'\n",
+    '  if not files.path(folder).is_dir():\n    return None\n',
+    'tests/apps/convert/test_origin.py::test_an_exported_run_has_the_tokenizer_of_its_folder',
+  ),
+  Mutant(
     'exports_have_the_end_token_of_t5',
     't5x_lite/checkpoints/hugging_face/architecture.py',
     'ends: Any = list(self.eos_token_ids)',

@@ -1,4 +1,4 @@
-"""Facts about the origin of weights, for the model card of an exported folder."""
+"""Facts about the origin of weights: the tokenizer, and those in the model card of an exported folder."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ from t5x_lite import checkpoints
 from t5x_lite.checkpoints import sources
 from t5x_lite.checkpoints.hugging_face.model_card import README_FILE
 from t5x_lite.checkpoints.hugging_face.model_card import Origin
-from t5x_lite.errors import CheckpointError
+from t5x_lite.errors import CheckpointError, ConfigError, T5xLiteError
 from t5x_lite.storage import files
 from t5x_lite.storage import untrusted
 
@@ -17,6 +17,8 @@ _HUB = 'hf://'
 _METRICS_RE = re.compile(r'inference_eval/.+|training_eval/.+/(loss|accuracy)')
 # A run may start from a run that started from a run.
 _MAX_RUNS = 20
+# A macro may name a macro; a damaged file may have a circle of them.
+_MAX_MACROS = 20
 
 
 def origin_of(source: sources.StateSource) -> Origin:
@@ -59,14 +61,71 @@ def _base(path: str, metadata: Any) -> tuple[str | None, str | None]:
 
 def _start_of_run(checkpoint: str) -> str | None:
   """Return the path that the run of a checkpoint started from, or None if its config.gin has none."""
+  return _text_of(_bound(_config_of_run(checkpoint), 'INITIAL_CHECKPOINT_PATH'))
+
+
+def tokenizer_of_run(source: sources.StateSource) -> str | None:
+  """Return the Hugging Face folder that the vocabulary of a run is from.
+
+  Args:
+    source: a checkpoint of the run, whose config.gin is read.
+
+  Returns:
+    Path of the folder, which exists; None if the run has another vocabulary, or there is no run.
+
+  Raises:
+    ConfigError: the folder does not exist.
+  """
+  config = _config_of_run(source.path)
+  vocabulary = _bound(config, 'output_vocabulary') or ''
+  if re.fullmatch(r'@[\w.]*hugging_face_vocabulary\(\)', vocabulary) is None:
+    return None
+  folder = _text_of(_bound(config, 'hugging_face_vocabulary.folder'))
+  if folder is None:
+    return None
+  reason = 'got none'
+  try:
+    if files.path(folder).is_dir():
+      return folder
+  except (
+    T5xLiteError
+  ) as error:  # A model of the hub that is not in the cache, or a store that cannot be reached.
+    reason = str(error).rstrip('.')
+  raise ConfigError(
+    f'The folder of the tokenizer of the run of {source.path!r}, {folder!r} in its config.gin, must exist: {reason}. '
+    'Name a copy: --tokenizer=PATH.'
+  )
+
+
+def _config_of_run(checkpoint: str) -> str:
+  """Return the config.gin of the run of a checkpoint, or an empty text without one."""
+  if checkpoint.startswith(_HUB):
+    return ''
   folder = files.path(checkpoint).parent
-  if checkpoint.startswith(_HUB) or not (folder / 'config.gin').is_file():
+  if not (folder / 'config.gin').is_file():
+    return ''
+  return untrusted.read_limited(folder, 'config.gin').decode(errors='replace')
+
+
+def _bound(config: str, name: str) -> str | None:
+  """Return the text of the value that is bound to the end of a name, through macros; None without one."""
+  for _ in range(_MAX_MACROS):
+    found = re.search(rf'^(?:[\w.]+\.)?{re.escape(name)} = (?:\\\n\s*)?(.+)$', config, re.MULTILINE)
+    if found is None:
+      return None
+    if not found[1].startswith('%'):
+      return found[1]
+    name = found[1].removeprefix('%')
+  return None
+
+
+def _text_of(value: str | None) -> str | None:
+  """Return a text of gin from its literal; None for any other value."""
+  try:
+    text = ast.literal_eval(value or 'None')
+  except (SyntaxError, ValueError):
     return None
-  text = untrusted.read_limited(folder, 'config.gin').decode(errors='replace')
-  found = re.search(r"^INITIAL_CHECKPOINT_PATH = (?:\\\n\s*)?('.*'|\".*\")$", text, re.MULTILINE)
-  if found is None:
-    return None
-  return ast.literal_eval(found[1])
+  return text if isinstance(text, str) else None
 
 
 def _base_of_folder(path: str) -> tuple[str | None, str | None]:

@@ -16,6 +16,7 @@ from t5x_lite.errors import CheckpointError
 from t5x_lite.storage import files
 from t5x_lite.storage import untrusted
 
+GENERATION_CONFIG_FILE = 'generation_config.json'
 MODEL_TYPES = ('t5', 'mt5', 'umt5', 'switch_transformers')
 
 # transformers' names of activations to ours. `gelu` is exact there and the approximation by tanh here.
@@ -122,14 +123,18 @@ def _are_ends(value: Any) -> bool:
   return bool(ids) and all(untrusted.is_count(i, _MAX_SIZE) and i > 0 for i in ids)
 
 
-def special_ids(config: Mapping[str, Any]) -> dict[str, Any]:
+def special_ids(config: Mapping[str, Any], owner: str = 'config.json') -> dict[str, Any]:
   """Return the special ids of a `config.json` by their names in `Architecture`; without a key, those of T5.
+
+  Args:
+    config: contents of the file.
+    owner: the file, for messages.
 
   Raises:
     CheckpointError: an id is invalid.
   """
   values = {key: config.get(key) for key in _SPECIAL_IDS}
-  checks.check('config.json', values, CheckpointError, **_SPECIAL_IDS)
+  checks.check(owner, values, CheckpointError, **_SPECIAL_IDS)
   ends = values['eos_token_id']
   if ends is None:
     ends = 1
@@ -390,6 +395,36 @@ def _log_null_epsilon(folder: str) -> None:
   logging.getLogger(__name__).info(
     '%s: layer_norm_epsilon of config.json is null: the norms add %s.', folder, _LAYER_NORM_EPSILON
   )
+
+
+def read_config(folder: files.Path) -> dict[str, Any]:
+  """Return the `config.json` of a folder, with the end and start tokens of its `generation_config.json`, if any.
+
+  Raises:
+    CheckpointError: a file is damaged, or the two have different start tokens.
+  """
+  config = read(folder, 'config.json')
+  if not (folder / GENERATION_CONFIG_FILE).is_file():
+    return config
+  generation = read(folder, GENERATION_CONFIG_FILE)
+  special_ids(generation, GENERATION_CONFIG_FILE)  # raises if an id is invalid
+  if generation.get('eos_token_id') is not None:
+    config['eos_token_id'] = generation['eos_token_id']
+  start = config.get('decoder_start_token_id')
+  if start is None:
+    start = generation.get('decoder_start_token_id')
+    config['decoder_start_token_id'] = start
+  if generation.get('decoder_start_token_id') not in (None, start):
+    # transformers trains with one and decodes with the other; our models have one for both.
+    raise checks.invalid(
+      str(folder / GENERATION_CONFIG_FILE),
+      'decoder_start_token_id',
+      f'{start}, as in config.json',
+      generation['decoder_start_token_id'],
+      'Set both to the id with which the model was trained.',
+      CheckpointError,
+    )
+  return config
 
 
 def read(folder: files.Path, name: str) -> dict[str, Any]:
