@@ -44,7 +44,7 @@ _MT5 = 'Xue et al. 2021; t5x/examples/t5/mt5'
 _UMT5 = 'Chung et al. 2023; t5x/examples/scalable_t5/umt5; config.json of umt5-base and umt5-xxl in public repositories'
 _BYT5 = 'Xue et al. 2022, table 1; t5x/examples/t5/byt5; config.json of byt5-small and -large in public repositories'
 _SWITCH = 'Fedus et al. 2021; transformers, convert_switch_transformersx_checkpoint_to_flax.py'
-# Files of the models themselves were not found: those of models that were fine-tuned from them, which keep the sizes.
+# Not of the models themselves, but of models that were trained from them, which have their sizes.
 _CODET5_BASE = 'config.json of codet5-base-codexglue-*, fine-tuned from codet5-base'
 _CODET5_LARGE = 'config.json of codet5-large-ntp-py, trained further from codet5-large'
 _CODET5P = 'config.json of models that were fine-tuned from codet5p-220m and codet5p-770m'
