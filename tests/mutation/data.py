@@ -112,6 +112,21 @@ MUTANTS = (
     'tests/apps/convert/test_origin.py::test_an_exported_run_has_the_tokenizer_of_its_folder',
   ),
   Mutant(
+    'a_start_token_is_lost_in_the_format_of_t5x_without_a_word',
+    't5x_lite/apps/convert/targets.py',
+    'if start != 0:',
+    'if False:',
+    'tests/apps/convert/test_plan.py'
+    '::test_special_ids_are_kept_and_what_t5x_cannot_represent_is_said',
+  ),
+  Mutant(
+    'suggested_flags_lack_the_start_token',
+    't5x_lite/checkpoints/hugging_face/gin_files.py',
+    'if architecture.decoder_start_token_id != 0:',
+    'if False:',
+    'tests/checkpoints/hugging_face/test_config_json.py::test_gin_files_are_suggested',
+  ),
+  Mutant(
     'exports_have_the_end_token_of_t5',
     't5x_lite/checkpoints/hugging_face/architecture.py',
     'ends: Any = list(self.eos_token_ids)',
