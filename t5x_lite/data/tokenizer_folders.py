@@ -118,7 +118,7 @@ def hugging_face_vocabulary(
     ),
   )
   found = _Folder(root)
-  config = found.config
+  config = found.read('config.json')
   vocabulary = _make(found, extra_ids)
   if isinstance(vocabulary, HuggingFaceVocabulary):
     _check_without_effect(root, extra_ids=extra_ids, added_tokens=added_tokens)
@@ -178,21 +178,7 @@ class _Folder:
 
   def __init__(self, root: files.Path):
     self.root = root
-
-  @functools.cached_property
-  def config(self) -> Mapping[str, Any]:
-    """Contents of config.json."""
-    return _read_json(self.root / 'config.json')
-
-  @functools.cached_property
-  def tokenizer_config(self) -> Mapping[str, Any]:
-    """Contents of tokenizer_config.json."""
-    return _read_json(self.root / TOKENIZER_CONFIG)
-
-  @functools.cached_property
-  def tokenizer_json(self) -> Mapping[str, Any]:
-    """Contents of tokenizer.json."""
-    return _read_json(self.root / TOKENIZER_JSON)
+    self.read = functools.cache(lambda name: _read_json(root / name))
 
   @functools.cached_property
   def tokens(self) -> list[AddedToken]:
@@ -203,8 +189,8 @@ class _Folder:
 def _make(folder: _Folder, extra_ids: int | None) -> Vocabulary:
   """Return the vocabulary of the folder."""
   root = folder.root
-  config = folder.config
-  tokenizer = folder.tokenizer_config
+  config = folder.read('config.json')
+  tokenizer = folder.read(TOKENIZER_CONFIG)
   name = str(tokenizer.get('tokenizer_class') or config.get('tokenizer_class') or '')
   number = extra_ids
   if number is None:
@@ -265,12 +251,12 @@ def _make_from_json(folder: _Folder, number: int | None) -> Vocabulary:
   """Return the vocabulary of `tokenizer.json`."""
   root = folder.root
   path = str(root / TOKENIZER_JSON)
-  contents = folder.tokenizer_json
+  contents = folder.read(TOKENIZER_JSON)
   tokenizer_json.check_model(contents, path)
   is_unigram = contents['model']['type'] == 'Unigram'
   special = _special_tokens(root, _T5_TOKENS if is_unigram else {})
   if special.eos == _EOS and tokenizer_json.is_sentencepiece(contents, special.eos):
-    extra_ids = _number_of_sentinels(path, root, folder.config, number)
+    extra_ids = _number_of_sentinels(path, root, folder.read('config.json'), number)
     vocabulary = SentencePieceVocabulary(path, extra_ids)
     if _has_these_sentinels(vocabulary, folder.tokens):
       return vocabulary
@@ -306,7 +292,7 @@ def _make_from_merges(folder: _Folder, name: str) -> Vocabulary:
     untrusted.read_limited(root, MERGES).decode('utf-8', errors='replace'),
     special,
     bos=special.bos if has_ends else None,
-    has_prefix_space=bool(folder.tokenizer_config.get('add_prefix_space', False)),
+    has_prefix_space=bool(folder.read(TOKENIZER_CONFIG).get('add_prefix_space', False)),
   )
   named = [
     AddedToken(id=contents['model']['vocab'][token], content=token)
@@ -410,7 +396,7 @@ def _recorded_tokens(folder: _Folder) -> list[AddedToken]:
     CheckpointError: a file does not list tokens with ids.
   """
   root = folder.root
-  config = folder.tokenizer_config
+  config = folder.read(TOKENIZER_CONFIG)
   found: dict[Any, Any] = {}
   path = root / TOKENIZER_CONFIG
   try:
@@ -418,7 +404,7 @@ def _recorded_tokens(folder: _Folder) -> list[AddedToken]:
       found = {int(i): entry for i, entry in config['added_tokens_decoder'].items()}
     else:
       path = root / TOKENIZER_JSON
-      entries = folder.tokenizer_json.get('added_tokens') or ()
+      entries = folder.read(TOKENIZER_JSON).get('added_tokens') or ()
       found = {int(entry['id']): entry for entry in entries}
     tokens = {i: _added_token(i, entry) for i, entry in found.items()}
     path = root / ADDED_TOKENS

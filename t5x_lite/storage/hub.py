@@ -95,11 +95,7 @@ def local_folder(name: str) -> pathlib.Path:
 
 
 def shown_name(folder: str) -> str:
-  """Return the name of a folder for people: OWNER/NAME for a model in the cache of the hub, else its last part.
-
-  >>> shown_name('/cache/models--google--t5/snapshots/0a1b'), shown_name('/models/t5/')
-  ('google/t5', 't5')
-  """
+  """Return the name of a folder for people: OWNER/NAME for a model in the cache of the hub, else its last part."""
   path = pathlib.PurePath(os.path.abspath(folder))
   if path.parent.name == 'snapshots':
     return path.parent.parent.name.removeprefix('models--').replace('--', '/')

@@ -48,8 +48,8 @@ MUTANTS = (
   Mutant(
     'added_tokens_that_are_hidden_shift_later_ids',
     't5x_lite/data/text/hugging_face.py',
-    "    elif token['content'] not in in_model:\n",
-    '    elif False:\n',
+    "elif token['content'] not in in_model:\n",
+    'elif False:\n',
     'tests/data/test_tokenizer_folders.py::test_tokens_after_an_added_end_token_keep_their_ids',
   ),
   Mutant(
@@ -91,16 +91,16 @@ MUTANTS = (
   Mutant(
     'the_end_tokens_of_generation_config_json_are_not_read',
     't5x_lite/checkpoints/hugging_face/config_json.py',
-    "config['eos_token_id'] = generation['eos_token_id']",
-    'pass',
+    "del found['pad_token_id']",
+    "del found['eos_token_id']",
     'tests/apps/convert/test_plan.py'
     '::test_special_ids_are_kept_and_what_t5x_cannot_represent_is_said',
   ),
   Mutant(
     'training_and_decoding_may_start_with_different_ids',
     't5x_lite/checkpoints/hugging_face/config_json.py',
-    "if generation.get('decoder_start_token_id') not in (None, start):",
-    'if False:',
+    "found['decoder_start_token_id'] not in (None, start):",
+    'False:',
     'tests/checkpoints/hugging_face/test_config_json.py'
     '::test_special_ids_of_generation_config_json',
   ),

@@ -118,12 +118,11 @@ class HuggingFaceTarget(targets.Target):
       folder = source.folder
     architecture = source_network.architecture_of(source, plan)
     path = self.tokenizer
-    if folder is None and path is None:
-      path = origin.tokenizer_of_run(source)
-      if path is not None:
-        notes.append(f'The tokenizer is that of the run, {path} (config.gin).')
-    if folder is None and path is not None:
-      architecture = _with_special_ids(architecture, files.path(path))
+    if folder is None:
+      path = path or origin.tokenizer_of_run(source)
+      architecture = _with_special_ids(architecture, path)
+    if path != self.tokenizer:
+      notes.append(f'The tokenizer is that of the run, {path} (config.gin).')
     if folder is None and not plan.network.get('mlp_activations'):
       notes.append(
         'The checkpoint does not record the MLP activations and the maximum distance of the position biases. '
@@ -204,12 +203,12 @@ class HuggingFaceTarget(targets.Target):
 
 
 def _with_special_ids(
-  architecture: hugging_face.Architecture, tokenizer: files.Path
+  architecture: hugging_face.Architecture, tokenizer: str | None
 ) -> hugging_face.Architecture:
-  """Return the architecture with the special ids of the folder that the tokenizer is from."""
-  if not (tokenizer / 'config.json').is_file():
+  """Return the architecture with the special ids of the folder that the tokenizer is from, if it is from one."""
+  if tokenizer is None or not (files.path(tokenizer) / 'config.json').is_file():
     return architecture
-  config = config_json.read_config(tokenizer)
+  config = config_json.read_config(files.path(tokenizer))
   return dataclasses.replace(architecture, **config_json.special_ids(config))
 
 

@@ -15,10 +15,8 @@ from t5x_lite.storage import untrusted
 _HUB = 'hf://'
 # Metrics of evaluations that say something about the model; the others describe the batches.
 _METRICS_RE = re.compile(r'inference_eval/.+|training_eval/.+/(loss|accuracy)')
-# A run may start from a run that started from a run.
+# A run may start from a run that started from a run, and a macro may name a macro.
 _MAX_RUNS = 20
-# A macro may name a macro; a damaged file may have a circle of them.
-_MAX_MACROS = 20
 
 
 def origin_of(source: sources.StateSource) -> Origin:
@@ -65,23 +63,15 @@ def _start_of_run(checkpoint: str) -> str | None:
 
 
 def tokenizer_of_run(source: sources.StateSource) -> str | None:
-  """Return the Hugging Face folder that the vocabulary of a run is from.
-
-  Args:
-    source: a checkpoint of the run, whose config.gin is read.
-
-  Returns:
-    Path of the folder, which exists; None if the run has another vocabulary, or there is no run.
+  """Return the Hugging Face folder of the vocabulary of a checkpoint's run, by config.gin; None without one.
 
   Raises:
     ConfigError: the folder does not exist.
   """
   config = _config_of_run(source.path)
-  vocabulary = _bound(config, 'output_vocabulary') or ''
-  if re.fullmatch(r'@[\w.]*hugging_face_vocabulary\(\)', vocabulary) is None:
-    return None
+  vocabulary = _bound(config, 'output_vocabulary')
   folder = _text_of(_bound(config, 'hugging_face_vocabulary.folder'))
-  if folder is None:
+  if folder is None or not re.fullmatch(r'@[\w.]*hugging_face_vocabulary\(\)', vocabulary):
     return None
   reason = 'got none'
   try:
@@ -99,30 +89,26 @@ def tokenizer_of_run(source: sources.StateSource) -> str | None:
 
 def _config_of_run(checkpoint: str) -> str:
   """Return the config.gin of the run of a checkpoint, or an empty text without one."""
-  if checkpoint.startswith(_HUB):
-    return ''
   folder = files.path(checkpoint).parent
-  if not (folder / 'config.gin').is_file():
+  if checkpoint.startswith(_HUB) or not (folder / 'config.gin').is_file():
     return ''
   return untrusted.read_limited(folder, 'config.gin').decode(errors='replace')
 
 
-def _bound(config: str, name: str) -> str | None:
-  """Return the text of the value that is bound to the end of a name, through macros; None without one."""
-  for _ in range(_MAX_MACROS):
+def _bound(config: str, name: str) -> str:
+  """Return the text of the value that is bound to the end of a name, through macros; empty without one."""
+  for _ in range(_MAX_RUNS):
     found = re.search(rf'^(?:[\w.]+\.)?{re.escape(name)} = (?:\\\n\s*)?(.+)$', config, re.MULTILINE)
-    if found is None:
-      return None
-    if not found[1].startswith('%'):
-      return found[1]
+    if found is None or not found[1].startswith('%'):
+      return found[1] if found else ''
     name = found[1].removeprefix('%')
-  return None
+  return ''
 
 
-def _text_of(value: str | None) -> str | None:
+def _text_of(value: str) -> str | None:
   """Return a text of gin from its literal; None for any other value."""
   try:
-    text = ast.literal_eval(value or 'None')
+    text = ast.literal_eval(value)
   except (SyntaxError, ValueError):
     return None
   return text if isinstance(text, str) else None

@@ -123,18 +123,14 @@ def _are_ends(value: Any) -> bool:
   return bool(ids) and all(untrusted.is_count(i, _MAX_SIZE) and i > 0 for i in ids)
 
 
-def special_ids(config: Mapping[str, Any], owner: str = 'config.json') -> dict[str, Any]:
+def special_ids(config: Mapping[str, Any]) -> dict[str, Any]:
   """Return the special ids of a `config.json` by their names in `Architecture`; without a key, those of T5.
-
-  Args:
-    config: contents of the file.
-    owner: the file, for messages.
 
   Raises:
     CheckpointError: an id is invalid.
   """
   values = {key: config.get(key) for key in _SPECIAL_IDS}
-  checks.check(owner, values, CheckpointError, **_SPECIAL_IDS)
+  checks.check('config.json', values, CheckpointError, **_SPECIAL_IDS)
   ends = values['eos_token_id']
   if ends is None:
     ends = 1
@@ -407,24 +403,21 @@ def read_config(folder: files.Path) -> dict[str, Any]:
   if not (folder / GENERATION_CONFIG_FILE).is_file():
     return config
   generation = read(folder, GENERATION_CONFIG_FILE)
-  special_ids(generation, GENERATION_CONFIG_FILE)  # raises if an id is invalid
-  if generation.get('eos_token_id') is not None:
-    config['eos_token_id'] = generation['eos_token_id']
+  found = {key: generation.get(key) for key in _SPECIAL_IDS}
+  checks.check(GENERATION_CONFIG_FILE, found, CheckpointError, **_SPECIAL_IDS)
   start = config.get('decoder_start_token_id')
-  if start is None:
-    start = generation.get('decoder_start_token_id')
-    config['decoder_start_token_id'] = start
-  if generation.get('decoder_start_token_id') not in (None, start):
+  if start is not None and found['decoder_start_token_id'] not in (None, start):
     # transformers trains with one and decodes with the other; our models have one for both.
     raise checks.invalid(
       str(folder / GENERATION_CONFIG_FILE),
       'decoder_start_token_id',
       f'{start}, as in config.json',
-      generation['decoder_start_token_id'],
+      found['decoder_start_token_id'],
       'Set both to the id with which the model was trained.',
       CheckpointError,
     )
-  return config
+  del found['pad_token_id']
+  return config | {key: value for key, value in found.items() if value is not None}
 
 
 def read(folder: files.Path, name: str) -> dict[str, Any]:

@@ -133,8 +133,8 @@ def suggest_gin(architecture: Architecture, family: Family) -> GinSuggestion:
   if len(architecture.eos_token_ids) > 1:
     bindings.append(f'models.EncoderDecoderModel.stop_token_ids={architecture.eos_token_ids}')
   if architecture.decoder_start_token_id != 0:
-    start_id = architecture.decoder_start_token_id
-    bindings.append(f'models.EncoderDecoderModel.decoder_start_id={start_id}')
+    start = architecture.decoder_start_token_id
+    bindings.append(f'models.EncoderDecoderModel.decoder_start_id={start}')
   problem = None
   if family.is_sparse:
     more, problem = _sparse(architecture, SIZES[family.name][file.removeprefix('switch_')])
@@ -149,10 +149,7 @@ def suggest_gin(architecture: Architecture, family: Family) -> GinSuggestion:
 
 
 def _released(family: Family, eos_token_ids: tuple[int, ...]) -> dict[str, dict[str, Any]]:
-  """Return the arguments of `T5Config` in a family's model files with one of the end tokens, by file.
-
-  If no file has one of them, those of the family's sizes are returned: the end token is that of the vocabulary.
-  """
+  """Return the arguments of `T5Config` in a family's model files, by file: those with one of the end tokens, if any."""
   tied = family.name in ('t5_1_0', 'switch')
   common = {
     'vocab_size': VOCAB_SIZES[family.name],

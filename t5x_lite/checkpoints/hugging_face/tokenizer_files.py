@@ -117,16 +117,11 @@ def write(
 
 
 def class_name(folder: files.Path, tokenizer: Any) -> str | None:
-  """Return the class in transformers of a tokenizer that `write` has written, or None if no file names it.
-
-  Args:
-    folder: see `write`.
-    tokenizer: see `write`.
-  """
+  """Return the class in transformers of a tokenizer that `write` has written, or None if no file names it."""
   paths = [folder / TOKENIZER_CONFIG]
   if isinstance(tokenizer, HuggingFaceVocabulary):
-    paths.append(files.path(tokenizer.path).parent / 'config.json')
-  elif isinstance(tokenizer, str | os.PathLike):
+    tokenizer = files.path(tokenizer.path).parent
+  if isinstance(tokenizer, str | os.PathLike):
     paths.append(files.path(tokenizer) / 'config.json')
   for path in paths:
     if path.is_file():

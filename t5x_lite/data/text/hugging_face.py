@@ -172,11 +172,9 @@ class HuggingFaceVocabulary(Vocabulary):
 def _load(path: str, tokenizer: str, special: SpecialTokens) -> _Loaded:
   """Return the loaded tokenizer; see `HuggingFaceVocabulary`."""
   contents = json.loads(tokenizer) | {'truncation': None, 'padding': None}
-  tokens = contents.get('added_tokens') or []
-  decoder = _open(path, contents, tokens)
-  in_model = decoder.get_vocab(with_added_tokens=False)
+  decoder = _open(path, contents)
   hidden = {special.pad, special.eos}
-  encoder = _open(path, contents, _hide(tokens, hidden, in_model))
+  encoder = _open(path, contents, hidden)
   sentinels = {*filter(SENTINEL_PIECE.fullmatch, _added(contents))}
   ids = decoder.get_vocab(with_added_tokens=True)
   if special.eos not in ids:
@@ -197,7 +195,7 @@ def _load(path: str, tokenizer: str, special: SpecialTokens) -> _Loaded:
   is_byte_level = '"ByteLevel"' in json.dumps(contents.get('pre_tokenizer'))
   return _Loaded(
     encoder=encoder,
-    literal=_open(path, contents, _hide(tokens, hidden | sentinels, in_model)),
+    literal=_open(path, contents, hidden | sentinels),
     decoder=decoder,
     ids=ids,
     control_ids=frozenset(ids[token] for token in special.controls if token in ids),
@@ -206,24 +204,18 @@ def _load(path: str, tokenizer: str, special: SpecialTokens) -> _Loaded:
   )
 
 
-def _hide(
-  tokens: Sequence[Mapping[str, Any]], hidden: Container[str | None], in_model: Container[str]
-) -> list[Mapping[str, Any]]:
-  """Return added tokens of which the library does not find those `hidden` in texts; all others keep their ids."""
-  kept = []
-  for token in tokens:
-    if token['content'] not in hidden:
-      kept.append(token)
-    elif token['content'] not in in_model:
-      # The library numbers tokens that the model lacks in their order: without this one, later ids would be lower.
-      kept.append({**token, 'content': f'{_NO_CHARACTER}{token["id"]}{_NO_CHARACTER}'})
-  return kept
-
-
-def _open(path: str, contents: Mapping[str, Any], tokens: Sequence[Mapping[str, Any]]) -> Any:
-  """Return the tokenizer of the library, with these added tokens."""
+def _open(path: str, contents: Mapping[str, Any], hidden: Container[str | None] = ()) -> Any:
+  """Return the tokenizer of the library, which does not find the tokens `hidden` in texts."""
   tokenizers = tokenizers_module(path)
+  tokens = []
   try:
+    in_model = dict(contents['model']['vocab'])
+    for token in contents.get('added_tokens') or []:
+      if token['content'] not in hidden:
+        tokens.append(token)
+      elif token['content'] not in in_model:
+        # The library numbers tokens that the model lacks in their order: without this one, later ids would be lower.
+        tokens.append({**token, 'content': f'{_NO_CHARACTER}{token["id"]}{_NO_CHARACTER}'})
     return tokenizers.Tokenizer.from_str(json.dumps({**contents, 'added_tokens': tokens}))
   except Exception as error:  # The library has no class of its own for this.
     raise CheckpointError(

@@ -96,8 +96,7 @@ def _compile(path: str) -> bytes:
   """Return the normalization table of the rules in a file.
 
   sentencepiece logs its progress, and has no function that returns the log level of this process, so that a change
-  could not be undone: another process compiles. It does not import what this process cannot, such as a file
-  sentencepiece.py in the current directory (-P).
+  could not be undone: another process compiles. With -P it imports no file of the current directory.
   """
   process = subprocess.run(
     [sys.executable, '-P', '-c', _COMPILER, path],
