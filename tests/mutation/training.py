@@ -88,6 +88,13 @@ MUTANTS = (
     'tests/apps/test_num_decodes.py::test_greedy_search_rejects_decodes_before_the_run',
   ),
   Mutant(
+    'a_named_evaluation_without_its_split_is_omitted',
+    't5x_lite/apps/common/trainer_setup.py',
+    'is_default = name in _SHORT_FORMS and error.split == _DEFAULT_SPLIT',
+    'is_default = error.split == _DEFAULT_SPLIT',
+    'tests/apps/train/test_missing_split.py::test_what_is_asked_for_by_name_is_an_error',
+  ),
+  Mutant(
     'infer_keeps_padding_rows',
     't5x_lite/evaluation/infer_fn.py',
     'is_example = slice(len(numbers))',
