@@ -497,7 +497,7 @@ def train_with_lr(
     (new state, metrics).
   """
 
-  def transform(grads):
+  def transform(grads: PyTree) -> tuple[PyTree, Any]:
     """Return the gradients for the optimizer, and their norm before clipping or None."""
     if gradient_transform is not None:
       grads = gradient_transform(grads)
@@ -550,13 +550,13 @@ def train_with_lr(
 
     zeros = metrics_lib.shape_obj_to_defined_obj(jax.eval_shape(compute))
     metrics[WEIGHT_METRICS] = jax.lax.cond(computes_weight_metrics, compute, lambda: zeros)
-  if norm is not None:
+  if gradient_clip_norm is not None:
     is_clipped = (norm >= gradient_clip_norm).astype(jnp.float32)
     for name, value in ((GRADIENT_NORM, norm), (f'{GRADIENT_NORM}/clipped_share', is_clipped)):
       metrics[name] = clu.metrics.Average.from_model_output(value.reshape(1))
   if non_finite_action == 'ignore':
     return new_state, metrics
-  if norm is not None:
+  if gradient_clip_norm is not None:
     # Finite gradients whose norm overflows are clipped to zeros, which look sound.
     evidence = norm
   else:

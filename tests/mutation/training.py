@@ -363,8 +363,8 @@ MUTANTS = (
   Mutant(
     'gradients_are_not_transformed',
     't5x_lite/trainer/train_step.py',
-    'grads = transform(grads)\n',
-    'transform(grads)\n',
+    'grads = gradient_transform(grads)\n',
+    'gradient_transform(grads)\n',
     'tests/trainer/test_train_step.py::test_the_update_sees_transformed_gradients_and_the_rate',
   ),
   Mutant(
