@@ -121,6 +121,7 @@ class MoeTrainer(trainer.Trainer):
     sharded_match_fn: Callable[[str], bool] | None = match_fn(r'.*expert.*'),
     weight_metrics_computer: weight_metrics.WeightMetricsComputer | None = None,
     *,
+    gradient_clip_norm: float | None = None,
     non_finite_policy: trainer.NonFinitePolicy = trainer.NonFinitePolicy(),
     train_dtype: Any = None,
     param_noise: ParamNoise | None = None,
@@ -133,7 +134,7 @@ class MoeTrainer(trainer.Trainer):
       num_expert_partitions: factor of the gradients.
       sharded_match_fn: predicate on the '/'-joined names of the parameters whose gradients are multiplied; None for
         none.
-      weight_metrics_computer, non_finite_policy, train_dtype, param_noise: see `Trainer`.
+      weight_metrics_computer, gradient_clip_norm, non_finite_policy, train_dtype, param_noise: see `Trainer`.
 
     Raises:
       ConfigError: see `Trainer`; or `num_expert_partitions` or `sharded_match_fn` is invalid.
@@ -160,6 +161,7 @@ class MoeTrainer(trainer.Trainer):
       gradient_transform=lambda grads: scale_sharded_grads(
         grads, sharded_match_fn, num_expert_partitions
       ),
+      gradient_clip_norm=gradient_clip_norm,
       non_finite_policy=non_finite_policy,
       train_dtype=train_dtype,
       param_noise=param_noise,

@@ -355,8 +355,8 @@ def test_training_is_that_of_single_layers_and_users_see_single_layers(caplog):
     }
 
   stacked, plain = (
-    _trainer(gradient_transform=transform),
-    _trainer(_OwnStep, gradient_transform=transform),
+    _trainer(gradient_transform=transform, gradient_clip_norm=0.5),
+    _trainer(_OwnStep, gradient_transform=transform, gradient_clip_norm=0.5),
   )
   assert 'Equal layers are compiled as loops: decoder 0-2.' in caplog.messages
   initial = jax.device_get(stacked.train_state)
@@ -375,6 +375,7 @@ def test_training_is_that_of_single_layers_and_users_see_single_layers(caplog):
   metrics = [_values(trainer.train(_batches(), 2).result()) for trainer in (stacked, plain)]
   assert seen and all(sorted(found) == sorted(paths) for found in seen)
   assert set(metrics[0]) == set(metrics[1])
+  assert metrics[0]['gradient_norm/clipped_share'] == 1
   for name, value in metrics[0].items():
     np.testing.assert_allclose(value, metrics[1][name], rtol=1e-4, atol=1e-6, err_msg=name)
   assert stacked.train_state_axes == plain.train_state_axes

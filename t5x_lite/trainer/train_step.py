@@ -35,6 +35,8 @@ from t5x_lite.types import Array, ArrayLike, Batch, PyTree
 Metrics = dict[str, clu.metrics.Metric]
 # Prefix of the names of an optimizer's metrics.
 OPTIMIZER_METRICS = 'optimizer'
+# Name of the metric of the global norm, and prefix of the metric of clipping.
+GRADIENT_NORM = 'gradient_norm'
 # Name of the statistics of parameters of steps that may omit them.
 WEIGHT_METRICS = 'weight_metrics'
 
@@ -422,6 +424,33 @@ def apply_grads(
   return new_train_state, metrics
 
 
+def clip_by_global_norm(grads: PyTree, max_norm: float) -> tuple[PyTree, Array]:
+  """Scale gradients by one factor to a global norm of at most `max_norm`.
+
+  In float32 the result is bitwise that of `optax.clip_by_global_norm`. The norm is float32, and gradients of fewer bits
+  are scaled in float32.
+
+  Args:
+    grads: tree of arrays of any real or complex dtype. If one is not finite, some results are NaN.
+    max_norm: positive number.
+
+  Returns:
+    (gradients in their dtypes, float32 scalar: the Euclidean norm of all given gradients together).
+  """
+  squares = [
+    jnp.sum(jnp.square(jnp.abs(grad).astype(jnp.float32))) for grad in jax.tree.leaves(grads)
+  ]
+  norm = jnp.sqrt(sum(squares, jnp.zeros([], jnp.float32)))
+
+  def scale(grad: Array) -> Array:
+    # Divided first, as optax does: multiplying by the quotient would round differently.
+    wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
+    scaled = ((wide / norm) * max_norm).astype(grad.dtype)
+    return jnp.where(norm < max_norm, grad, scaled)
+
+  return jax.tree.map(scale, grads), norm
+
+
 def train_with_lr(
   train_state: Any,
   batch: Batch,
@@ -433,6 +462,7 @@ def train_with_lr(
   data_partition_spec: PartitionSpec = PartitionSpec('data'),
   *,
   gradient_transform: Callable[[PyTree], PyTree] | None = None,
+  gradient_clip_norm: float | None = None,
   non_finite_action: str = 'ignore',
   computes_weight_metrics: Array | None = None,
   step_params: StepParams = StepParams(),
@@ -440,7 +470,7 @@ def train_with_lr(
   """Return the result of one training step: gradients of the batch, then the update.
 
   The optimizer gets the values of the step in its `OptimizerDef.extra_args`: the loss, the gradients after
-  `gradient_transform`, and the loss and these gradients as functions of the parameters.
+  `gradient_transform` and clipping, and the loss and these gradients as functions of the parameters.
 
   Args:
     train_state: state before the step.
@@ -452,9 +482,12 @@ def train_with_lr(
     weight_metrics_computer: see `apply_grads`.
     data_partition_spec: sharding of dim 0 of the batch.
     gradient_transform: function from the gradients of the batch to those for the optimizer, or None.
+    gradient_clip_norm: largest global norm of the gradients that the optimizer gets, those of `gradient_transform`
+      without frozen parameters; None does not clip. It adds the metrics `gradient_norm`, the mean norm before clipping,
+      and `gradient_norm/clipped_share`, the share of steps that are clipped.
     non_finite_action: see `non_finite.NonFinitePolicy.action`. All values except 'ignore' add the metric
       `non_finite_steps`; 'skip' also keeps the state if the loss or the norm of the gradients after
-      `gradient_transform` is not finite.
+      `gradient_transform` is not finite. With `gradient_clip_norm`, this includes a norm beyond the range of float32.
     computes_weight_metrics: bool scalar. If it is False, the metrics of `weight_metrics_computer` are zeros, which cost
       nothing; with either value they are one `metrics.OfLastStep` named 'weight_metrics'. None computes them in every
       step.
@@ -463,7 +496,17 @@ def train_with_lr(
   Returns:
     (new state, metrics).
   """
-  transform = gradient_transform or (lambda grads: grads)
+
+  def transform(grads: PyTree) -> tuple[PyTree, Any]:
+    """Return the gradients for the optimizer, and their norm before clipping or None."""
+    if gradient_transform is not None:
+      grads = gradient_transform(grads)
+    if gradient_clip_norm is None:
+      return grads, None
+    trained, merge = step_params.split(grads)
+    clipped, norm = clip_by_global_norm(trained, gradient_clip_norm)
+    return merge(clipped, lambda grad: grad), norm
+
   arguments = (
     model,
     train_state,
@@ -474,14 +517,14 @@ def train_with_lr(
     step_params,
   )
   loss, grads, metrics, mutables = accumulate_gradients(*arguments)
-  grads = transform(grads)
+  grads, norm = transform(grads)
   value_fn = make_value_fn(*arguments)
   known = {
     'value': loss,
     'grad': grads,
     'value_fn': value_fn,
     'obj_fn': value_fn,
-    'grad_fn': lambda params, number: transform(jax.grad(value_fn)(params)),
+    'grad_fn': lambda params, number: transform(jax.grad(value_fn)(params))[0],
   }
   others = {name: known[name] for name in train_state.optimizer_def.extra_args}
   if mutables:
@@ -507,13 +550,19 @@ def train_with_lr(
 
     zeros = metrics_lib.shape_obj_to_defined_obj(jax.eval_shape(compute))
     metrics[WEIGHT_METRICS] = jax.lax.cond(computes_weight_metrics, compute, lambda: zeros)
+  if gradient_clip_norm is not None:
+    is_clipped = (norm >= gradient_clip_norm).astype(jnp.float32)
+    for name, value in ((GRADIENT_NORM, norm), (f'{GRADIENT_NORM}/clipped_share', is_clipped)):
+      metrics[name] = clu.metrics.Average.from_model_output(value.reshape(1))
   if non_finite_action == 'ignore':
     return new_state, metrics
-  optimizer_def = train_state.optimizer_def
-  new_optimizer_state = OptimizerState(new_state.step, new_state.param_states)
-  count = non_finite.count_of_step(
-    loss, optimizer_def.gradient_evidence(grads, new_optimizer_state)
-  )
+  if gradient_clip_norm is not None:
+    # Finite gradients whose norm overflows are clipped to zeros, which look sound.
+    evidence = norm
+  else:
+    new_optimizer_state = OptimizerState(new_state.step, new_state.param_states)
+    evidence = train_state.optimizer_def.gradient_evidence(grads, new_optimizer_state)
+  count = non_finite.count_of_step(loss, evidence)
   if non_finite_action == 'skip':
     new_state = non_finite.skip_update(count, new_state, train_state)
     metrics = non_finite.drop_non_finite(count, metrics)

@@ -523,6 +523,7 @@ class Trainer(BaseTrainer):
     weight_metrics_computer: WeightMetricsComputer | None = None,
     *,
     gradient_transform: Callable[[PyTree], PyTree] | None = None,
+    gradient_clip_norm: float | None = None,
     non_finite_policy: NonFinitePolicy = NonFinitePolicy(),
     train_dtype: Any = None,
     param_noise: ParamNoise | None = None,
@@ -539,6 +540,9 @@ class Trainer(BaseTrainer):
       weight_metrics_computer: a `WeightMetricsComputer`, which adds statistics of every parameter to the metrics: those
         of the last step before metrics are written. A call of `train` that is stopped earlier writes none.
       gradient_transform: function applied to the gradients before the optimizer.
+      gradient_clip_norm: largest Euclidean norm of all gradients of a step together, without frozen parameters. Longer
+        gradients are scaled down, after micro-batches, devices and `gradient_transform`, and before the optimizer. None
+        does not clip.
       non_finite_policy: reaction to a step whose loss or gradient norm is not finite; default: stop the run.
       train_dtype: floating dtype to which parameters and float inputs are cast for the loss; or pairs (regular
         expression, dtype or None), of which the first that is found in a parameter's path, or in 'batch/<feature>',
@@ -546,14 +550,20 @@ class Trainer(BaseTrainer):
       param_noise: adds noise to the parameters for the loss, after the cast, e.g. `step_params.GaussianParamNoise`.
 
     Raises:
-      ConfigError: see `train_step.check_trainable`, or `num_microbatches` or `train_dtype` is invalid.
+      ConfigError: see `train_step.check_trainable`, or `num_microbatches`, `gradient_clip_norm` or `train_dtype` is
+        invalid.
     """
     self._step_params = StepParams(train_dtype=train_dtype, noise=param_noise)
     super().__init__(
       model, train_state, partitioner, eval_names, summary_dir, train_state_axes, rng
     )
     checks.check(
-      'Trainer', locals(), num_microbatches=checks.number(at_least=0, integer=True).or_none()
+      'Trainer',
+      locals(),
+      num_microbatches=checks.number(at_least=0, integer=True).or_none(),
+      gradient_clip_norm=checks.number(
+        above=0, remedy='1.0 is usual; None does not clip.'
+      ).or_none(),
     )
     # A state without an optimizer is only evaluated, without a learning rate.
     trains = not isinstance(train_state, InferenceState)
@@ -569,6 +579,7 @@ class Trainer(BaseTrainer):
     self._num_microbatches = num_microbatches or None
     self._weight_metrics_computer = weight_metrics_computer
     self._gradient_transform = gradient_transform
+    self._gradient_clip_norm = gradient_clip_norm
     self.non_finite = non_finite.Monitor(non_finite_policy)
 
   def check_batch(self, element_spec: Mapping[str, Any]) -> None:
@@ -613,6 +624,13 @@ class Trainer(BaseTrainer):
       logging.getLogger(__name__).warning(
         'Trainer.learning_rate_fn overrides the learning rate of the optimizer, which has no effect.'
       )
+    clipping = self._step_shapes.optimizer_def.gradient_clipping
+    if self._gradient_clip_norm is not None and clipping:
+      logging.getLogger(__name__).info(
+        'Gradients are clipped to the norm %s by Trainer.gradient_clip_norm, and then again by the optimizer: %s.',
+        self._gradient_clip_norm,
+        ', '.join(clipping),
+      )
     data_spec = self._partitioner.data_partition_spec
     stacks = self.stacked_layers
     transform = self._gradient_transform
@@ -640,6 +658,7 @@ class Trainer(BaseTrainer):
         weight_metrics_computer=computer,
         data_partition_spec=data_spec,
         gradient_transform=transform,
+        gradient_clip_norm=self._gradient_clip_norm,
         non_finite_action=action,
         computes_weight_metrics=computes_weight_metrics,
         step_params=step_params.at_step(self._base_rng, train_state.step),

@@ -293,6 +293,15 @@ _ROWS = [
     ],
   ),
   _Row(
+    'a norm of zero',
+    ['--gin.GRADIENT_CLIP_NORM=0'],
+    ['`Trainer.gradient_clip_norm` must be a number > 0 or None, got 0'],
+    [
+      _Remedy(r'(1\.0) is usual; ', r'--gin.GRADIENT_CLIP_NORM=\1'),
+      _Remedy(r'(None) does not clip\.', r'--gin.GRADIENT_CLIP_NORM=\1'),
+    ],
+  ),
+  _Row(
     'two learning rates',
     ['--gin.optimizers.adamw.learning_rate=0.1'],
     ['learning_rate'],

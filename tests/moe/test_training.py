@@ -49,6 +49,17 @@ def test_gradients_of_matching_parameters_are_multiplied():
       other_step, (4 if name == 'hidden' else 1) * step, rtol=1e-3, atol=1e-6, err_msg=name
     )
   assert moe.MoeTrainer.ACCEPTS_STACKED_LAYERS
+  # Clipped after the factor: a step of the rate 0.01 and the norm 0.5.
+  clipped = _after_two_steps(
+    moe.MoeTrainer,
+    state,
+    num_expert_partitions=4,
+    sharded_match_fn=moe.match_fn('hid'),
+    gradient_clip_norm=0.5,
+  )
+  steps = {name: clipped[name] - old for name, old in state.params.items()}
+  norm = np.linalg.norm([np.linalg.norm(step) for step in steps.values()])
+  np.testing.assert_allclose(norm, 0.005, rtol=1e-3)
 
 
 def test_options_are_checked():

@@ -281,6 +281,13 @@ MUTANTS = (
     'tests/data/batches/test_streams.py::test_blocks_of_a_mixture_continue_each_stream',
   ),
   Mutant(
+    'a_mixture_is_evaluated_only_if_all_tasks_have_the_split',
+    't5x_lite/data/sources/table.py',
+    'return [task for task in tasks if self.cfg.split in task.splits]',
+    'return list(tasks)',
+    'tests/data/sources/test_table.py::test_a_mixture_is_read_on_the_tasks_that_have_the_split',
+  ),
+  Mutant(
     'filling_rows_have_the_numbers_of_examples',
     't5x_lite/data/sources/table.py',
     'indices[len(batch_rows) :] = -1',

@@ -309,6 +309,217 @@ def test_the_rate_of_an_optimizer_that_has_its_own(optimizer_def, reported):
   )
 
 
+# ---- Clipping by the global norm -------------------------------------------------------------------------------------
+
+
+def _random_tree(dtype=np.float32):
+  rng = np.random.default_rng(0)
+  return {
+    'a': {'kernel': rng.normal(size=(7, 5)).astype(dtype)},
+    'b': rng.normal(size=300).astype(dtype),
+    'c': np.asarray(rng.normal(), dtype),
+    'empty': np.zeros((0, 3), dtype),
+  }
+
+
+@pytest.mark.parametrize('share_of_norm', [0.01, 1.0, 1.5])
+@pytest.mark.parametrize('jits', [False, True])
+def test_clipped_gradients_are_optaxs_bitwise(share_of_norm, jits):
+  tree = _random_tree()
+  norm = np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(tree)))
+  max_norm = float(share_of_norm * norm)
+  clip = functools.partial(train_step.clip_by_global_norm, max_norm=max_norm)
+  transformation = optax.clip_by_global_norm(max_norm)
+  theirs = functools.partial(transformation.update, state=transformation.init(tree))
+  if jits:
+    clip, theirs = jax.jit(clip), jax.jit(theirs)
+  clipped, found = clip(tree)
+  np.testing.assert_allclose(found, norm, rtol=1e-6)
+  expected, _ = theirs(tree)
+  jax.tree.map(np.testing.assert_array_equal, clipped, expected)
+
+
+@pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float16, np.complex64])
+def test_the_norm_is_computed_in_float32(dtype):
+  # Sums of squares in bfloat16 would stop at 256, in float16 they would be infinite.
+  tree = {'a': jnp.full(4096, 2.0, dtype), 'b': jnp.full((3, 5), 40.0, dtype)}
+  expected = np.sqrt(4096 * 4.0 + 15 * 1600.0)
+  clipped, norm = jax.jit(functools.partial(train_step.clip_by_global_norm, max_norm=0.5))(tree)
+  assert norm.dtype == jnp.float32 and norm.shape == ()
+  np.testing.assert_allclose(norm, expected, rtol=1e-6)
+  for name, array in clipped.items():
+    assert array.dtype == dtype
+    kept = tree[name].ravel()[0] * 0.5 / expected
+    np.testing.assert_array_equal(array, jnp.asarray(kept).astype(dtype))
+
+
+def test_gradients_of_zeros_and_without_arrays_are_kept():
+  zeros = jax.tree.map(jnp.zeros_like, _random_tree())
+  clipped, norm = train_step.clip_by_global_norm(zeros, 1.0)
+  assert float(norm) == 0
+  jax.tree.map(np.testing.assert_array_equal, clipped, zeros)
+  assert train_step.clip_by_global_norm({}, 1.0)[0] == {}
+
+
+@pytest.mark.parametrize('num_microbatches', [None, 4])
+@pytest.mark.parametrize('max_norm, share', [(0.01, 1.0), (1e6, 0.0)])
+def test_a_clipped_step_is_that_of_an_optimizer_that_clips(num_microbatches, max_norm, share):
+  batch = toy_model.make_batch()
+  # Its updates are proportional to the gradients, and adamw's state holds their scale.
+  for optimizer_def in (optimizers.sgd(momentum=0.9), optimizers.adamw()):
+    plain = toy_model.make_model(optimizer_def)
+    clipping = toy_model.make_model(
+      optimizers.chain([optax.clip_by_global_norm(max_norm), optimizer_def])
+    )
+    options = {'num_microbatches': num_microbatches}
+    ours, metrics = _step(
+      plain, _make_state(plain), batch, 0.25, gradient_clip_norm=max_norm, **options
+    )
+    theirs, _ = _step(clipping, _make_state(clipping), batch, 0.25, **options)
+    for a, b in zip(
+      jax.tree.leaves((ours.params, ours.param_states)),
+      jax.tree.leaves((theirs.params, theirs.param_states)),
+      strict=True,
+    ):
+      np.testing.assert_array_equal(a, b)
+    # The norm before clipping, of all micro-batches together.
+    grads, _, _ = _grads(plain, _make_state(plain), batch, None)
+    values = _values(metrics)
+    np.testing.assert_allclose(values['gradient_norm'], optax.tree.norm(grads), rtol=1e-5)
+    assert values['gradient_norm/clipped_share'] == share
+
+
+def test_without_clipping_the_program_is_that_of_gradients_and_update():
+  model = toy_model.make_model()
+  state, batch = _make_state(model), toy_model.make_batch()
+
+  def bare(state, batch, rate):
+    _, grads, metrics, _ = train_step.accumulate_gradients(
+      model, state, batch, None, None, PartitionSpec('data')
+    )
+    return train_step.apply_grads(state, grads, metrics, rate, None)
+
+  def step(clip_norm):
+    return functools.partial(
+      train_step.train_with_lr,
+      dropout_rng=None,
+      model=model,
+      num_microbatches=None,
+      gradient_clip_norm=clip_norm,
+    )
+
+  programs = [
+    str(jax.make_jaxpr(fn)(state, batch, jnp.float32(0.1))) for fn in (bare, step(None), step(1.0))
+  ]
+  assert programs[0] == programs[1] != programs[2]
+
+
+@pytest.mark.parametrize('num_microbatches', [None, 2])
+def test_frozen_parameters_do_not_count(num_microbatches):
+  model = toy_model.make_model(
+    optimizers.MultiOptimizer([('hidden', optimizers.sgd()), ('logits', optimizers.sgd())])
+  )
+  state, batch = _make_state(model), toy_model.make_batch()
+  step_params = train_step.step_params_of(state, train_step.StepParams(), train_step.LayerStacks())
+  assert step_params.frozen == {'embedding'}
+
+  def spoil(grads):
+    return {**grads, 'embedding': jnp.full_like(grads['embedding'], 1e6)}
+
+  after, metrics = _step(
+    model,
+    state,
+    batch,
+    1.0,
+    num_microbatches=num_microbatches,
+    step_params=step_params,
+    gradient_transform=spoil,
+    gradient_clip_norm=0.01,
+  )
+  grads, _, _ = _grads(model, state, batch, None)
+  # One norm over both parts of the optimizer.
+  trained = {name: grads[name] for name in ('hidden', 'logits')}
+  norm = optax.tree.norm(trained)
+  np.testing.assert_allclose(_values(metrics)['gradient_norm'], norm, rtol=1e-5)
+  for name, grad in trained.items():
+    np.testing.assert_allclose(
+      after.params[name], state.params[name] - grad / norm * 0.01, rtol=1e-5, atol=1e-7
+    )
+  np.testing.assert_array_equal(after.params['embedding'], state.params['embedding'])
+
+
+@pytest.mark.parametrize('num_partitions', [1, 2, 4])
+def test_clipping_on_eight_devices_is_that_on_one(num_partitions):
+  model = toy_model.make_model(optimizers.sgd(), width=16)
+  state, batch = _make_state(model), toy_model.make_batch(32)
+  options = {'num_microbatches': 2, 'gradient_clip_norm': 0.01}
+  expected, metrics = _step(model, state, batch, jnp.float32(1.0), **options)
+  partitioner = partitioning.PjitPartitioner(num_partitions=num_partitions)
+  axes = partitioner.get_mesh_axes(state)
+  step = partitioner.partition(
+    lambda s, b: train_step.train_with_lr(
+      s,
+      b,
+      jnp.float32(1.0),
+      None,
+      model,
+      data_partition_spec=partitioner.data_partition_spec,
+      **options,
+    ),
+    in_axis_resources=(axes, partitioner.data_partition_spec),
+    out_axis_resources=(axes, None),
+  )
+  found, sharded_metrics = step(state, batch)
+  for a, b, before in zip(
+    *map(jax.tree.leaves, (found.params, expected.params, state.params)), strict=True
+  ):
+    np.testing.assert_allclose(a - before, b - before, rtol=1e-3, atol=3e-7)
+  assert np.isclose(
+    _values(sharded_metrics)['gradient_norm'], _values(metrics)['gradient_norm'], rtol=1e-5
+  )
+
+
+@pytest.mark.parametrize('value', [np.nan, -np.inf, 1e25])
+@pytest.mark.parametrize('action', ['skip', 'stop'])
+def test_a_norm_that_is_not_finite_keeps_the_policy(value, action):
+  """Finite gradients of 1e25 have a norm beyond float32, and would be clipped to zeros."""
+  model = toy_model.make_model()
+  state, batch = _make_state(model), toy_model.make_batch()
+
+  def spoil(grads):
+    return {**grads, 'hidden': grads['hidden'].at[0, 0].set(value)}
+
+  after, metrics = _step(
+    model,
+    state,
+    batch,
+    0.25,
+    gradient_transform=spoil,
+    gradient_clip_norm=1.0,
+    non_finite_action=action,
+  )
+  count = metrics['non_finite_steps']
+  assert (float(count.loss), float(count.gradient)) == (0, 1)
+  if action == 'skip':
+    jax.tree.map(np.testing.assert_array_equal, after.params, state.params)
+    assert int(after.step) == 1
+    # Merged metrics pass over the step.
+    assert float(metrics['gradient_norm'].total) == float(metrics['gradient_norm'].count) == 0
+
+
+def test_an_optimizer_that_calls_for_gradients_gets_clipped_ones():
+
+  def update(updates, state, params=None, *, grad, grad_fn, **extra_args):
+    return jax.tree.map(lambda g, at: -(g + at), grad, grad_fn(params, 0)), state
+
+  transformation = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+  model = toy_model.make_model(optimizers.OptaxWrapper(transformation))
+  state, batch = _make_state(model), toy_model.make_batch()
+  after, _ = _step(model, state, batch, None, gradient_clip_norm=0.01)
+  difference = jax.tree.map(jnp.subtract, state.params, after.params)
+  np.testing.assert_allclose(optax.tree.norm(difference), 0.02, rtol=1e-4)
+
+
 def test_weight_metrics():
   model = toy_model.make_model()
   state, batch = _make_state(model), toy_model.make_batch()

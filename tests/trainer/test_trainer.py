@@ -11,6 +11,7 @@ import clu.values
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from t5x_lite import optimizers
@@ -371,6 +372,75 @@ def test_weight_metrics_are_those_of_the_last_step_and_do_not_change_it(compiled
     np.testing.assert_array_equal(a, b)
   stopped = whole.train(_batches(3), 9, should_stop=lambda: whole.step >= 5).result()
   assert whole.step == 5 and 'loss' in stopped and not names & stopped.keys()
+
+
+@pytest.mark.parametrize('value', [0, -1.0, float('nan'), float('inf'), '1.0', True])
+def test_invalid_norms_are_rejected(value):
+  with pytest.raises(
+    ConfigError,
+    match='`Trainer.gradient_clip_norm` must be a number > 0 or None, got .*None does not clip',
+  ):
+    _trainer(gradient_clip_norm=value)
+
+
+@pytest.mark.parametrize(
+  'optimizer_def, names',
+  [
+    (optimizers.adamw(), None),
+    (optimizers.chain([optax.scale(2.0), optimizers.adamw()]), None),
+    (optimizers.Adafactor(), None),
+    (
+      optimizers.Adafactor(global_norm_clip_threshold=1.0),
+      'Adafactor.global_norm_clip_threshold',
+    ),
+    (optimizers.scaled_adam(), None),
+    (optimizers.scaled_adam(clipping_scale=2.0), 'scaled_adam.clipping_scale'),
+    (
+      optimizers.chain([optax.clip_by_global_norm(2.0), optax.clip(1.0), optimizers.sgd()]),
+      'optax.clip_by_global_norm, optax.clip',
+    ),
+    (
+      optimizers.MultiOptimizer(
+        [
+          ('hidden', optimizers.Adafactor(global_norm_clip_threshold=1.0)),
+          ('logits', optimizers.chain([optax.clip_by_block_rms(1.0), optimizers.sgd()])),
+        ]
+      ),
+      'Adafactor.global_norm_clip_threshold, optax.clip_by_block_rms',
+    ),
+    (
+      optimizers.with_update_options(
+        optimizers.chain([optax.adaptive_grad_clip(0.1), optimizers.sgd()]),
+        learning_rate_scales=[('hidden', 0.5)],
+      ),
+      'optax.adaptive_grad_clip',
+    ),
+  ],
+)
+def test_a_line_says_that_the_optimizer_clips_too(optimizer_def, names, caplog):
+  caplog.set_level('INFO')
+  model = toy_model.make_model(optimizer_def)
+  for clip_norm in (None, 0.5):
+    with _trainer(model=model, gradient_clip_norm=clip_norm) as trainer:
+      trainer.partitioned_train_step()
+  lines = [line for line in caplog.messages if 'clipped' in line]
+  expected = []
+  if names is not None:
+    expected.append(
+      'Gradients are clipped to the norm 0.5 by Trainer.gradient_clip_norm, and then again by the '
+      f'optimizer: {names}.'
+    )
+  assert lines == expected
+
+
+def test_clipping_reaches_the_step_and_its_metrics_are_means():
+  runs = [_trainer(gradient_clip_norm=1e-3, num_microbatches=2) for _ in range(2)]
+  whole, by_step = runs
+  values = whole.train(_batches(), 2).result()
+  each = [by_step.train(_batches(i), 1).result()['gradient_norm'].value for i in range(2)]
+  assert float(values['gradient_norm/clipped_share'].value) == 1
+  assert each[0] != each[1] and min(each) > 1e-3
+  np.testing.assert_allclose(values['gradient_norm'].value, np.mean(each), rtol=1e-6)
 
 
 def test_weight_metrics_and_gradient_transform_reach_the_step():

@@ -22,6 +22,7 @@ from t5x_lite.data.batches.table_iterator import log_earlier_sentinels
 from t5x_lite.data.batches.trimming import TrimmedExamples
 from t5x_lite.data.builtin_tasks import BuiltinMixture
 from t5x_lite.data.builtin_tasks import BuiltinTask
+from t5x_lite.data.builtin_tasks import check_split
 from t5x_lite.data.builtin_tasks import get_builtin
 from t5x_lite.data.interfaces import EvalBatches
 from t5x_lite.data.interfaces import EvalTask
@@ -64,11 +65,21 @@ class TableSource(base.DataSource):
     vocabularies = self.tasks()[0].vocabularies
     return vocabularies.get('inputs', vocabularies['targets']), vocabularies['targets']
 
-  def _open(
-    self, feature_converter: Any
-  ) -> tuple[FeatureConverter, list[tuple[BuiltinTask, TrimmedExamples]]]:
-    """Return the converter, and each task with its examples."""
+  def _tasks_with_split(self) -> list[BuiltinTask]:
+    """Return those of `tasks` that have the split, for uses that read a mixture task by task.
+
+    Raises:
+      MissingSplitError: no task has it.
+    """
     tasks = self.tasks()
+    splits = dict.fromkeys(split for task in tasks for split in task.splits)
+    check_split(self.cfg.name, self.cfg.split, list(splits))
+    return [task for task in tasks if self.cfg.split in task.splits]
+
+  def _open(
+    self, feature_converter: Any, tasks: Sequence[BuiltinTask]
+  ) -> tuple[FeatureConverter, list[tuple[BuiltinTask, TrimmedExamples]]]:
+    """Return the converter, and each of `tasks` with its examples."""
     lengths = self.cfg.known_lengths
     converter = self.get_converter(feature_converter)
     for task in tasks:
@@ -84,7 +95,7 @@ class TableSource(base.DataSource):
 
   def open_train_iterator(self, layout: Any, feature_converter: Any) -> HostIterator:
     """See base class."""
-    converter, opened = self._open(feature_converter)
+    converter, opened = self._open(feature_converter, self.tasks())
     tables = {task.name: table for task, table in opened}
     return TableIterator(
       self.cfg, layout, tables, self.rates(), converter, feature_converter, self.open_reader
@@ -96,7 +107,7 @@ class TableSource(base.DataSource):
     """See base class."""
     cfg = self.cfg
     own = shard_rows(layout)
-    converter, opened = self._open(feature_converter)
+    converter, opened = self._open(feature_converter, self._tasks_with_split())
     spec = converter.element_spec(cfg.known_lengths, layout.batch_size, cfg.pack)
     # Packed rows hold at least one example, so this number of examples is sufficient.
     if eval_steps is None or cfg.pack:
@@ -135,7 +146,7 @@ class TableSource(base.DataSource):
     """See base class."""
     cfg = self.cfg
     own = shard_rows(layout)
-    converter, opened = self._open(feature_converter)
+    converter, opened = self._open(feature_converter, self._tasks_with_split())
     spec = converter.element_spec(cfg.task_feature_lengths, layout.batch_size, False)
     tasks = []
     omitted = []
@@ -175,14 +186,16 @@ class TableSource(base.DataSource):
 
   def open_example_sources(self, feature_converter: Any) -> list[ExampleSource]:
     """See base class."""
-    converter, opened = self._open(feature_converter)
+    converter, opened = self._open(feature_converter, self._tasks_with_split())
     return [TableExamples(self.cfg, task.name, table, converter) for task, table in opened]
 
   def measure(
     self, feature_converter: Any, num_examples: int | None, decodes: bool
   ) -> SplitLengths:
     """See base class."""
-    cfg, tasks, converter = self.cfg, self.tasks(), self.get_converter(feature_converter)
+    cfg = self.cfg
+    tasks = self._tasks_with_split()
+    converter = self.get_converter(feature_converter)
     tables = {}
     for task in [task for task in tasks if task.has_metrics or not decodes] or tasks:
       lengths = dict.fromkeys(converter.features_of(list(task.vocabularies)), UNKNOWN_LENGTH)
@@ -211,7 +224,7 @@ class TableSource(base.DataSource):
     """See base class; if a task does not keep texts, its vocabulary decodes the ids."""
     cfg = self.cfg
     texts: dict[str, list[str]] = {}
-    for task in self.tasks():
+    for task in self._tasks_with_split():
       check_lengths(cfg.known_lengths, list(task.vocabularies), task.name)
       table = task.table(cfg.split, cfg.known_lengths)
       count = len(table)

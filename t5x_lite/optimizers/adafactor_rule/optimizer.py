@@ -211,6 +211,13 @@ class Adafactor(definition.OptimizerDef):
     return True
 
   @property
+  def gradient_clipping(self) -> tuple[str, ...]:
+    """See base class."""
+    if self.hyper_params.global_norm_clip_threshold is None:
+      return ()
+    return ('Adafactor.global_norm_clip_threshold',)
+
+  @property
   def has_weight_decay(self) -> bool:
     """True if parameters are decayed at a rate other than 0."""
     rate = self.hyper_params.weight_decay_rate

@@ -131,6 +131,11 @@ class OptimizerDef(abc.ABC):
     return {}
 
   @property
+  def gradient_clipping(self) -> tuple[str, ...]:
+    """Options and transformations by which this optimizer clips gradients, as far as they are known, for messages."""
+    return ()
+
+  @property
   def has_weight_decay(self) -> bool:
     """True if this optimizer decays parameters, so that factors of the weight decay have an effect."""
     return False

@@ -132,6 +132,13 @@ class MultiOptimizer(definition.OptimizerDef):
     return all(part.has_param_wise_state for part in self.sub_optimizers)
 
   @property
+  def gradient_clipping(self) -> tuple[str, ...]:
+    """See base class; those of the parts."""
+    return tuple(
+      dict.fromkeys(name for part in self.sub_optimizers for name in part.gradient_clipping)
+    )
+
+  @property
   def has_weight_decay(self) -> bool:
     """True if a part has a weight decay."""
     return any(part.has_weight_decay for part in self.sub_optimizers)

@@ -312,6 +312,7 @@ def chain(transformations: Sequence[optax.GradientTransformation | OptaxWrapper]
     name = f'chain of {names}'
   common = dict(
     parts=wrapped,
+    clipping=[name for name in map(_clipping_name, transformations) if name is not None],
     rebuild=calls.rebuild_fn(chain, list(transformations)),
     name=name,
     stacking_key_fn=stacking_key,
@@ -359,13 +360,30 @@ def _stacking_key(
     if layer_stacks.is_accepted_by(transformation):
       return transformation.stacking_key(path, param, state)
     return None
-  # Optax's transformations are anonymous pairs of functions; those of one constructor share their code.
-  if getattr(transformation.update, '__code__', None) == _CLIP_BY_GLOBAL_NORM.__code__:
+  if _clipping_name(transformation) == 'optax.clip_by_global_norm':
     return 'elementwise'
   return None
 
 
-_CLIP_BY_GLOBAL_NORM: Any = optax.clip_by_global_norm(1.0).update
+_CLIPPING: dict[str, optax.GradientTransformation] = {
+  'optax.adaptive_grad_clip': optax.adaptive_grad_clip(1.0),
+  'optax.clip': optax.clip(1.0),
+  'optax.clip_by_block_rms': optax.clip_by_block_rms(1.0),
+  'optax.clip_by_global_norm': optax.clip_by_global_norm(1.0),
+}
+
+
+def _clipping_name(transformation: optax.GradientTransformation | OptaxWrapper) -> str | None:
+  """Return the name of optax's function that made a clipping transformation; None for others."""
+  if isinstance(transformation, OptaxWrapper):
+    return None
+  # Optax's transformations are anonymous pairs of functions; those of one constructor share their code.
+  code = getattr(transformation.update, '__code__', None)
+  for name, clipping in _CLIPPING.items():
+    if code is getattr(clipping.update, '__code__', clipping):
+      return name
+  return None
+
 
 # ---- Scales by parameter where multiplied updates are not those of a multiplied learning rate ------------------------
 

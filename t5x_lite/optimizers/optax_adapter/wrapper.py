@@ -70,6 +70,7 @@ class OptaxWrapper(definition.OptimizerDef):
     own_learning_rate: Any = None,
     extra_args: Sequence[str] | None = None,
     parts: Sequence[definition.OptimizerDef] = (),
+    clipping: Sequence[str] = (),
     rebuild: Callable[[LogicalAxes, Params | None], 'OptaxWrapper'] | None = None,
     unsupported_reason: str | None = None,
     is_elementwise: bool = False,
@@ -91,6 +92,7 @@ class OptaxWrapper(definition.OptimizerDef):
       extra_args: names out of `EXTRA_ARGS` that the transformation's `update` takes. None means all of them for a
         `GradientTransformationExtraArgs`, which ignores unknown ones, and none of them for other transformations.
       parts: optimizers in the transformation.
+      clipping: transformations in it that clip gradients, see `gradient_clipping`.
       rebuild: function from the logical axes of the parameters, and the parameters if they are known, to this optimizer
         for them, see `with_param_axes`; None if the axes do not matter.
       unsupported_reason: why the trainer cannot train with the optimizer, and the remedy; None if it can.
@@ -149,6 +151,7 @@ class OptaxWrapper(definition.OptimizerDef):
     self._unsupported_reason = unsupported_reason
     self._extra_args = _checked_extra_args(extra_args, optax_optimizer)
     self._parts = tuple(parts)
+    self._clipping = tuple(clipping)
     self._rebuild = rebuild
     if is_elementwise:
       self._stacking_key_fn = lambda *_: 'elementwise'
@@ -213,6 +216,12 @@ class OptaxWrapper(definition.OptimizerDef):
     if key is not None and self.param_scales:
       return (key, self.param_scales.of(path))
     return key
+
+  @property
+  def gradient_clipping(self) -> tuple[str, ...]:
+    """See base class; those of the parts, and the argument `clipping` of the constructor."""
+    of_parts = (name for part in self._parts for name in part.gradient_clipping)
+    return tuple(dict.fromkeys([*self._clipping, *of_parts]))
 
   @property
   def has_weight_decay(self) -> bool:

@@ -201,11 +201,19 @@ class _ScaledAdamWrapper(OptaxWrapper):
         own_learning_rate=defaults.learning_rate,
         **common,
       )
+    self._clips = any(options.clipping_scale is not None for options in groups.options.values())
     self._group_rates = {
       f'scaled_adam/{label}/learning_rate': options.learning_rate
       for label, options in groups.options.items()
       if options.learning_rate is not defaults.learning_rate
     }
+
+  @property
+  def gradient_clipping(self) -> tuple[str, ...]:
+    """See base class."""
+    if self._clips:
+      return ('scaled_adam.clipping_scale',)
+    return ()
 
   def _for_param_scales(self, scales: ParamScales) -> '_ScaledAdamWrapper':
     """See base class; the learning rate is also that of a parameter's size."""

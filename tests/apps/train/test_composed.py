@@ -111,7 +111,8 @@ trainer.Trainer.param_noise = @step_params.GaussianParamNoise()
 step_params.GaussianParamNoise.stddevs = [('kernel$', 0.001)]
 """
 )
-# The end of the data, frozen parameters, bfloat16 parameters with stochastic rounding, the dtype of the step.
+# The end of the data, frozen parameters, bfloat16 parameters with stochastic rounding, the dtype of the step, clipped
+# gradients.
 _SECOND = (
   _HEAD
   + """
@@ -124,6 +125,7 @@ train_script.train.param_ema = @averaging.ParamEma()
 averaging.ParamEma.decay = @averaging.Warmup()
 averaging.Warmup.decay = 0.99
 trainer.Trainer.train_dtype = [('layer_norm', 'float32'), ('.*', 'bfloat16')]
+GRADIENT_CLIP_NORM = 0.5
 OPTIMIZER = @optimizers.with_update_options()
 optimizers.with_update_options:
   optimizer = @optimizers.MultiOptimizer()

@@ -35,6 +35,20 @@ def test_ten_and_ten_steps_equal_twenty(whole, tmp_path):
   toy_run.assert_same_run(tmp_path, whole, 20)
 
 
+@pytest.mark.parametrize('is_bfloat16', [False, True])
+def test_clipped_steps_resume_bitwise(tmp_path, is_bfloat16):
+  model = toy_run.model()
+  if is_bfloat16:
+    model = _rounding_model(True)
+  train = functools.partial(toy_run.train, model=model, trainer_kwargs={'gradient_clip_norm': 0.05})
+  train(tmp_path / 'whole', 20)
+  train(tmp_path / 'parts', 10)
+  train(tmp_path / 'parts', 20)
+  toy_run.assert_same_run(tmp_path / 'whole', tmp_path / 'parts', 20)
+  (*_, row) = toy_run.lines(tmp_path / 'whole')['train']
+  assert row['gradient_norm/clipped_share'] > 0
+
+
 @functools.cache
 def _rounding_model(rounds):
   return toy_run.model(

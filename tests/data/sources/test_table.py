@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from t5x_lite import data
 from t5x_lite.errors import ConfigError, DataError
 from tests.data import builtin_cases as cases
+from tests.data import registries
 
 
 @pytest.mark.parametrize('pack', [False, True])
@@ -165,6 +167,33 @@ def test_eval_takes_a_mixture_task_by_task():
   assert [task.name for task in data.open_eval_tasks(cfg, cases.layout())] == [
     'python_keyword_cloze'
   ]
+
+
+def test_a_mixture_is_read_on_the_tasks_that_have_the_split(monkeypatch):
+  registries.isolate(monkeypatch)
+  with_both = dataclasses.replace(cases.make_task('both'), splits=('train', 'validation'))
+  only_train = cases.make_task('only_train')
+  for task in (with_both, only_train):
+    data.register_builtin_task(dataclasses.replace(task, metric_fns=[data.exact_match]))
+  data.register_builtin_mixture(
+    data.BuiltinMixture(name='mixed', rates={'both': 1, 'only_train': 1})
+  )
+  cfg = cases.make_cfg('mixed', split='validation', shuffle=False)
+  assert list(data.open_eval_iterators(cfg, cases.layout())) == ['both']
+  assert [task.name for task in data.open_eval_tasks(cfg, cases.layout())] == ['both']
+  model = types.SimpleNamespace(FEATURE_CONVERTER='encoder_decoder')
+  assert [source.name for source in data.open_example_sources(cfg, model)] == ['both']
+  measured = dataclasses.replace(cfg, task_feature_lengths=None)
+  assert list(data.open_eval_iterators(measured, cases.layout())) == ['both']
+  assert len(data.read_task_texts(cfg)['inputs']) == 21
+  # Training on a part of a mixture would change its rates silently.
+  with pytest.raises(DataError, match="'only_train' has no split 'validation'"):
+    cases.open(cfg)
+  missing = dataclasses.replace(cfg, split='test')
+  with pytest.raises(
+    DataError, match="'mixed' has no split 'test'. Known names: train, validation"
+  ):
+    data.open_eval_iterators(missing, cases.layout())
 
 
 @pytest.mark.parametrize(
