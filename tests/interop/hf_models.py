@@ -27,7 +27,7 @@ _CODES = {
 }
 _NAMES = {np.dtype(dtype).name: code for code, dtype in _CODES.items()}
 HEAD_DIM = 6
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
   'tokenizer.json',
   'tokenizer_config.json',
   'spiece.model',
@@ -437,7 +437,7 @@ class HFTokenizer:
       folder: path; records are valid for its files only. None for the class without arguments.
     """
     self._name = f'{name}/{loader}'
-    self._files = {} if folder is None else _texts(folder, ('config.json', *_TOKENIZER_FILES))
+    self._files = {} if folder is None else _texts(folder, ('config.json', *TOKENIZER_FILES))
     self._loader = loader
     self._folder = folder
     self._live: Any = None

@@ -187,7 +187,7 @@ def test_a_folder_is_loaded_only_as_it_was_recorded(tmp_path):
 def test_records_are_small_and_complete(stored):
   files = {path.name: path.stat().st_size for path in records.FOLDER.iterdir()}
   assert files.keys() == {'records.json', 'arrays.npz', 'byte_level_bpe.json.gz', 'docs.model.gz'}
-  assert sum(files.values()) < 1.5e6, files
+  assert sum(files.values()) < 1.6e6, files
   assert stored.versions.keys() == {'torch', 'transformers', 'tokenizers'}
 
 
