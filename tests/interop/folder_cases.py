@@ -1,6 +1,5 @@
 """Small folders of published forms, with their own tokenizers, for the tests that compare whole folders."""
 
-import dataclasses
 import json
 import pathlib
 import shutil
@@ -30,26 +29,39 @@ TEXTS = [
 _END = ('eos_token_id', 2)
 
 
-def _form(name: str, vocab_size: int, *options: tuple[str, Any], **fields: Any) -> reference.Family:
-  """Return a family with the rows of a vocabulary."""
+def _form(
+  name: str, vocab_size: int, end_amount: float, *options: tuple[str, Any], **fields: Any
+) -> reference.Family:
+  """Return a family with the rows of a vocabulary, for whose batch of texts some decodings end and some do not."""
   size = ('vocab_size', vocab_size)
-  return reference.Family(name=name, options=(size, *options), our_options=(size,), **fields)
+  return reference.Family(
+    name=name,
+    options=(size, *options),
+    our_options=(size,),
+    end_amounts=(end_amount, end_amount),
+    **fields,
+  )
 
 
 # Each name is also that of the fixture that gives the folder of its tokenizer.
 FORMS = {
   family.name: family
   for family in (
-    _form('pieces', 512, gated=False, tied=True),
+    _form('pieces', 512, 3.0, gated=False, tied=True),
     # A T5 1.1 that transformers 5 saved: its tokenizer is only a tokenizer.json.
-    _form('saved_pieces', 512),
-    _form('byte_pieces', 768, kind='MT5'),
-    _form('madlad_pieces', 756, _END, ('pad_token_id', 1)),
-    _form('byte_level_bpe', 608, _END, gated=False, tied=True),
-    dataclasses.replace(reference.FAMILIES['byt5'], name='utf8_bytes'),
-    dataclasses.replace(reference.FAMILIES['byt5'], name='published_bytes'),
+    _form('saved_pieces', 512, 2.0),
+    _form('byte_pieces', 768, 3.8, kind='MT5'),
+    _form('madlad_pieces', 756, 3.0, _END, ('pad_token_id', 1)),
+    _form('byte_level_bpe', 608, 3.8, _END, gated=False, tied=True),
+    *(_form(name, 384, 4.2) for name in ('utf8_bytes', 'published_bytes')),
   )
 }
+
+
+def model_and_batch(name: str, folder: pathlib.Path) -> tuple[hf_models.HFModel, hf_models.Batch]:
+  """Return a model of a form that gives the end token often, and a batch of texts in the vocabulary of a folder."""
+  family, batch = FORMS[name], text_batch(folder)
+  return reference.hf_model(family).that_ends(batch, family.end_amounts[0]), batch
 
 
 def two_hundred_texts(accept: Any = lambda text: True) -> list[str]:
