@@ -214,6 +214,32 @@ class HFModel:
       rtol=3e-5,
     )
 
+  def agrees(self, batch: Batch, length: int, ours: Any) -> dict[str, bool]:
+    """Return whether logits and greedy tokens are ours, of weights that vary between machines.
+
+    Args:
+      batch: a batch.
+      length: number of new tokens.
+      ours: returns (logits, greedy tokens of the decoding) of the same weights; only called with the libraries.
+    """
+
+    def compute():
+      logits, tokens = ours()
+      where = np.asarray(batch['decoder_target_tokens']) > 0
+      want = _libraries().logits(self.live, batch)
+      error = np.abs(logits - want)[where].max() / np.abs(want[where]).max()
+      found = _libraries().generate(self.live, batch['encoder_input_tokens'], length)
+      return {
+        'logits': bool(error < records.RTOL),
+        'tokens': bool(np.array_equal(found['tokens'][:, 0], tokens)),
+      }
+
+    return records.get().ask(
+      f'{self.name}/agrees/{batch.label}',
+      {'config': self.config, 'batch': batch, 'length': length},
+      compute,
+    )
+
   def cast(self, dtype: str) -> 'HFModel':
     """Return this model with weights of another dtype; `save` checks that PyTorch rounds as this does."""
     return dataclasses.replace(
