@@ -1,4 +1,4 @@
-"""Environment of the tests that compare with PyTorch and transformers: by default with their recorded results."""
+"""Environment of the tests that compare with other libraries: by default with their recorded results."""
 
 import gzip
 import json

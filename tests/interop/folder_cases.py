@@ -47,13 +47,16 @@ def _form(
 FORMS = {
   family.name: family
   for family in (
-    _form('pieces', 512, 3.0, gated=False, tied=True),
+    _form('pieces', 512, 2.5, gated=False, tied=True),
     # A T5 1.1 that transformers 5 saved: its tokenizer is only a tokenizer.json.
     _form('saved_pieces', 512, 2.0),
     _form('byte_pieces', 768, 3.8, kind='MT5'),
     _form('madlad_pieces', 756, 3.0, _END, ('pad_token_id', 1)),
     _form('byte_level_bpe', 608, 3.8, _END, gated=False, tied=True),
-    *(_form(name, 384, 4.2) for name in ('utf8_bytes', 'published_bytes')),
+    *(
+      _form(name, 384, 4.2, num_encoder_layers=3, num_decoder_layers=1)
+      for name in ('utf8_bytes', 'published_bytes')
+    ),
   )
 }
 

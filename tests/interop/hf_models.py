@@ -39,7 +39,7 @@ TOKENIZER_FILES = (
 
 
 def _libraries() -> Any:
-  """Import PyTorch and transformers; only called in functions that compute results."""
+  """Import PyTorch, transformers and CTranslate2; only called in functions that compute results."""
   return importlib.import_module('tests.interop.libraries')
 
 
@@ -441,6 +441,23 @@ def relative_position_buckets(
     {'distances': distances, **options},
     lambda: {'buckets': _libraries().relative_position_buckets(distances, **options)},
   )['buckets']
+
+
+def ctranslate2_results(
+  name: str, folder: Any, batch: Batch, length: int, has_own_head: bool
+) -> dict[str, np.ndarray]:
+  """Return what `libraries.ctranslate2_results` returns; `name` is for names of results, of this folder only."""
+  return records.get().ask(
+    f'{name}/ctranslate2/{"own_head" if has_own_head else "as_it_is"}',
+    {
+      'json': _texts(folder, ('config.json', 'generation_config.json', *TOKENIZER_FILES)),
+      'tensors': read_tensors(folder),
+      'batch': batch,
+      'length': length,
+    },
+    lambda: _libraries().ctranslate2_results(str(folder), batch, length, has_own_head),
+    rtol=3e-5,
+  )
 
 
 # ---- Tokenizers -----------------------------------------------------------------------------------------------------
