@@ -27,7 +27,7 @@ _CODES = {
 }
 _NAMES = {np.dtype(dtype).name: code for code, dtype in _CODES.items()}
 HEAD_DIM = 6
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
   'tokenizer.json',
   'tokenizer_config.json',
   'spiece.model',
@@ -39,7 +39,7 @@ _TOKENIZER_FILES = (
 
 
 def _libraries() -> Any:
-  """Import PyTorch and transformers; only called in functions that compute results."""
+  """Import PyTorch, transformers and CTranslate2; only called in functions that compute results."""
   return importlib.import_module('tests.interop.libraries')
 
 
@@ -212,6 +212,32 @@ class HFModel:
       self._inputs(inputs=batch['encoder_input_tokens'], length=length, options=options),
       lambda: _libraries().generate(self.live, batch['encoder_input_tokens'], length, **options),
       rtol=3e-5,
+    )
+
+  def agrees(self, batch: Batch, length: int, ours: Any) -> dict[str, bool]:
+    """Return whether logits and greedy tokens are ours, of weights that vary between machines.
+
+    Args:
+      batch: a batch.
+      length: number of new tokens.
+      ours: returns (logits, greedy tokens of the decoding) of the same weights; only called with the libraries.
+    """
+
+    def compute():
+      logits, tokens = ours()
+      where = np.asarray(batch['decoder_target_tokens']) > 0
+      want = _libraries().logits(self.live, batch)
+      error = np.abs(logits - want)[where].max() / np.abs(want[where]).max()
+      found = _libraries().generate(self.live, batch['encoder_input_tokens'], length)
+      return {
+        'logits': bool(error < records.RTOL),
+        'tokens': bool(np.array_equal(found['tokens'][:, 0], tokens)),
+      }
+
+    return records.get().ask(
+      f'{self.name}/agrees/{batch.label}',
+      {'config': self.config, 'batch': batch, 'length': length},
+      compute,
     )
 
   def cast(self, dtype: str) -> 'HFModel':
@@ -417,6 +443,23 @@ def relative_position_buckets(
   )['buckets']
 
 
+def ctranslate2_results(
+  name: str, folder: Any, batch: Batch, length: int, has_own_head: bool
+) -> dict[str, np.ndarray]:
+  """Return what `libraries.ctranslate2_results` returns; `name` is for names of results, of this folder only."""
+  return records.get().ask(
+    f'{name}/ctranslate2/{"own_head" if has_own_head else "as_it_is"}',
+    {
+      'json': _texts(folder, ('config.json', 'generation_config.json', *TOKENIZER_FILES)),
+      'tensors': read_tensors(folder),
+      'batch': batch,
+      'length': length,
+    },
+    lambda: _libraries().ctranslate2_results(str(folder), batch, length, has_own_head),
+    rtol=3e-5,
+  )
+
+
 # ---- Tokenizers -----------------------------------------------------------------------------------------------------
 
 
@@ -437,7 +480,7 @@ class HFTokenizer:
       folder: path; records are valid for its files only. None for the class without arguments.
     """
     self._name = f'{name}/{loader}'
-    self._files = {} if folder is None else _texts(folder, ('config.json', *_TOKENIZER_FILES))
+    self._files = {} if folder is None else _texts(folder, ('config.json', *TOKENIZER_FILES))
     self._loader = loader
     self._folder = folder
     self._live: Any = None

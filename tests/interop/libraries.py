@@ -1,10 +1,12 @@
-"""PyTorch and transformers: the only module of the repository that imports them. `make test` does not import it."""
+"""PyTorch, transformers and CTranslate2: the only module that imports them. `make test` does not import it."""
 
 import copy
 import importlib.util
 import json
+import tempfile
 from typing import Any
 
+import ctranslate2
 import numpy as np
 import torch
 import transformers
@@ -23,6 +25,7 @@ def versions() -> dict[str, str]:
   import tokenizers
 
   return {
+    'ctranslate2': ctranslate2.__version__,
     'torch': torch.__version__,
     'transformers': transformers.__version__,
     'tokenizers': tokenizers.__version__,
@@ -299,6 +302,58 @@ def generate(
   if changed is not None:
     found['changed_rows'] = changed.rows
   return found
+
+
+class _WithOwnHead(ctranslate2.converters.TransformersConverter):
+  """Converter of models with a separate table for logits, which transformers 5 takes for tied after loading, too."""
+
+  def load_model(self, *args, **options):
+    model = super().load_model(*args, **options)
+    model.config.tie_word_embeddings = False
+    return model
+
+
+def ctranslate2_results(
+  folder: str, batch: Any, length: int, has_own_head: bool
+) -> dict[str, np.ndarray]:
+  """Return what CTranslate2 computes from its conversion of a folder.
+
+  Args:
+    folder: path of a model with its tokenizer.
+    batch: a batch in our form.
+    length: number of new tokens.
+    has_own_head: convert without the scale of tied logits.
+
+  Returns:
+    `tokens`: int32 [rows, length], decoded greedily, with 0 behind the end; `log_probs`: float32 [target tokens], the
+    log-probabilities of the targets.
+  """
+  cls = _WithOwnHead if has_own_head else ctranslate2.converters.TransformersConverter
+  tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+  with tempfile.TemporaryDirectory() as converted:
+    cls(folder).convert(converted, force=True)
+    translator = ctranslate2.Translator(converted, compute_type='float32', intra_threads=1)
+
+  def texts(rows):
+    return [tokenizer.convert_ids_to_tokens(row[row > 0].tolist()) for row in rows]
+
+  inputs = texts(batch['encoder_input_tokens'])
+  found = translator.translate_batch(
+    inputs,
+    beam_size=1,
+    max_decoding_length=length,
+    min_decoding_length=0,
+    return_end_token=True,
+  )
+  tokens = np.zeros((len(inputs), length), np.int32)
+  for row, result in zip(tokens, found, strict=True):
+    ids = tokenizer.convert_tokens_to_ids(result.hypotheses[0])
+    row[: len(ids)] = ids
+  # The end token is added to the targets.
+  targets = [row[:-1] for row in texts(batch['decoder_target_tokens'])]
+  scores = translator.score_batch(inputs, targets)
+  log_probs = np.array([each for result in scores for each in result.log_probs], np.float32)
+  return {'tokens': tokens, 'log_probs': log_probs}
 
 
 def relative_position_buckets(

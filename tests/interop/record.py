@@ -1,4 +1,4 @@
-"""Compare the recorded results of PyTorch and transformers with the libraries, or write the records.
+"""Compare the recorded results of PyTorch, transformers and CTranslate2 with the libraries, or write the records.
 
 usage: python -m tests.interop.record [--write] [PYTEST_OPTION ...]
 """
@@ -13,7 +13,7 @@ from tests.interop import records
 
 
 def _describe() -> str:
-  """Return which torch and transformers are installed, and how large they are, without importing them."""
+  """Return which libraries are installed, and how large torch is, without importing them."""
   torch = importlib.util.find_spec('torch')
   assert torch is not None and torch.origin is not None, (
     'PyTorch is missing. Run `make test-interop`, which makes an environment with it.'
@@ -26,7 +26,8 @@ def _describe() -> str:
   )
   build = f'a CUDA build, with {cuda_size / 1e6:,.0f} MB of libraries' if cuda else 'a CPU build'
   version = importlib.metadata.version
-  return f'torch {version("torch")} ({size / 1e6:,.0f} MB, {build}) and transformers {version("transformers")}'
+  others = ' and '.join(f'{name} {version(name)}' for name in ('transformers', 'ctranslate2'))
+  return f'torch {version("torch")} ({size / 1e6:,.0f} MB, {build}), {others}'
 
 
 def main() -> int:

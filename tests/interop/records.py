@@ -1,7 +1,7 @@
-"""Results of PyTorch and transformers, recorded in `tests/golden/interop`: read, compared or written.
+"""Results of PyTorch, transformers and CTranslate2, recorded in `tests/golden/interop`: read, compared or written.
 
 A test asks for a result by name, with the inputs and a function that computes the result with the libraries. `make
-test` reads the record and never calls the function, so it needs neither library; inputs whose hashes are not those of
+test` reads the record and never calls the function, so it needs no library; inputs whose hashes are not those of
 the record are an error. `make test-interop` calls the function and compares the result with the record.
 `python -m tests.interop.record --write` writes the records.
 """

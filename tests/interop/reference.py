@@ -21,6 +21,7 @@ import pytest
 import moe
 from moe import networks as moe_networks
 from t5x_lite import checkpoints
+from t5x_lite import decoding
 from t5x_lite import models
 from t5x_lite import tree_utils
 from t5x_lite.apps.common import starting_point as start
@@ -32,7 +33,6 @@ from tests.networks import network_cases
 
 NUM_EXPERTS = 4
 VOCAB_SIZE = 96
-VOCABULARY = types.SimpleNamespace(vocab_size=VOCAB_SIZE, eos_id=1, pad_id=0)
 _ENCODER_LENGTH, _DECODER_LENGTH = 19, 11
 
 
@@ -244,11 +244,36 @@ def random_batch(seed: int = 0, rows: int = 3) -> hf_models.Batch:
   return hf_models.Batch(label, {name: value.astype(np.int32) for name, value in arrays.items()})
 
 
-def our_model(module: t5.Transformer, **options: Any) -> models.EncoderDecoderModel:
-  """Return this package's model; `options` are its arguments."""
+def our_model(module: t5.Transformer, end: int = 1, **options: Any) -> models.EncoderDecoderModel:
+  """Return this package's model with an end token; `options` are its arguments."""
+  vocabulary = types.SimpleNamespace(vocab_size=module.config.vocab_size, eos_id=end, pad_id=0)
   return models.EncoderDecoderModel(
-    module, VOCABULARY, VOCABULARY, **{'optimizer_def': None, **options}
+    module, vocabulary, vocabulary, **{'optimizer_def': None, **options}
   )
+
+
+def greedy_tokens(
+  module: t5.Transformer, params: Any, inputs: np.ndarray, length: int, end: int = 1, start: int = 0
+) -> np.ndarray:
+  """Return what our greedy search decodes.
+
+  Args:
+    module: our network.
+    params: its parameters.
+    inputs: int32[rows, input length], ids of the encoder.
+    length: number of decoded tokens.
+    end: end token.
+    start: first input of the decoder.
+
+  Returns:
+    int32[rows, length], with 0 behind the end.
+  """
+  model = our_model(module, end, decode_fn=decoding.greedy_search, decoder_start_id=start)
+  batch = {
+    'encoder_input_tokens': inputs,
+    'decoder_input_tokens': np.zeros((len(inputs), length), np.int32),
+  }
+  return np.asarray(network_cases.jit(model.predict_batch)(params, batch))
 
 
 def param_shapes(module: t5.Transformer) -> dict[str, Any]:
@@ -404,11 +429,13 @@ def load_theirs(
   )
 
 
-def save_ours(params: Any, path: pathlib.Path, module: t5.Transformer, step: int = 7) -> str:
-  """Write a checkpoint as a run does; return the model directory."""
+def save_ours(
+  params: Any, path: pathlib.Path, module: t5.Transformer, step: int = 7, end: int = 1
+) -> str:
+  """Write a checkpoint as a run with an end token does; return the model directory."""
   state = {'target': params, 'state': {'step': np.int32(step)}}
   with checkpoints.CheckpointManager(path, save_cfg=checkpoints.SaveCheckpointConfig()) as manager:
-    manager.save(step, state, metadata=start.layout_metadata(our_model(module)))
+    manager.save(step, state, metadata=start.layout_metadata(our_model(module, end)))
   return str(path)
 
 

@@ -3,13 +3,9 @@
 Each is compared as `docs/weights.md` says: logits, greedy tokens, and the bits after a conversion and back.
 """
 
-import types
-
 import numpy as np
 import pytest
 
-from t5x_lite import decoding
-from t5x_lite import models
 from t5x_lite.apps.convert import run as convert
 from t5x_lite.checkpoints.hugging_face import HuggingFaceFolder
 from tests.interop import reference
@@ -99,21 +95,13 @@ def test_logits_and_greedy_tokens(name, layout, tmp_path):
   assert reference.max_error(logits, want, batch) < 1e-5
   architecture = HuggingFaceFolder(str(tmp_path / 'theirs')).architecture
   (end,) = architecture.eos_token_ids
-  vocabulary = types.SimpleNamespace(vocab_size=reference.VOCAB_SIZE, eos_id=end, pad_id=0)
-  ours = models.EncoderDecoderModel(
+  tokens = reference.greedy_tokens(
     reference.our_module(family, layout),
-    vocabulary,
-    vocabulary,
-    None,
-    decode_fn=decoding.greedy_search,
-    decoder_start_id=architecture.decoder_start_token_id,
-  )
-  inputs = {
-    'encoder_input_tokens': batch['encoder_input_tokens'],
-    'decoder_input_tokens': np.zeros((3, _LENGTH), np.int32),
-  }
-  tokens = reference.jit(ours.predict_batch)(
-    reference.our_tree(ends.tensors, family, layout), inputs
+    reference.our_tree(ends.tensors, family, layout),
+    batch['encoder_input_tokens'],
+    _LENGTH,
+    end=end,
+    start=architecture.decoder_start_token_id,
   )
   np.testing.assert_array_equal(tokens, want_tokens[:, 0])
 

@@ -10,10 +10,12 @@ import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite.command_line import cli
+from t5x_lite.data import tokenizer_folders
+from tests.interop import folder_cases
 from tests.interop import hf_models
 from tests.interop import reference
 
-_FAMILY = reference.FAMILIES['byt5']
+_LENGTH = 16
 
 
 @pytest.fixture(autouse=True)
@@ -37,18 +39,20 @@ def _main(*arguments):
 
 @pytest.mark.full  # by default, tests/repository/test_finetune_recipes.py fine-tunes and converts
 @pytest.mark.usefixtures('few_optimizations')
-def test_fine_tune_convert_and_generate(tmp_path, monkeypatch):
+@pytest.mark.parametrize('name', ['published_bytes', 'byte_level_bpe'])
+def test_fine_tune_convert_and_generate(name, request, tmp_path, monkeypatch):
   monkeypatch.setenv('XLA_FLAGS', '')
   theirs, run, back = tmp_path / 'theirs', tmp_path / 'run', tmp_path / 'back'
-  model = reference.hf_model(_FAMILY)
+  tokenizer, family = request.getfixturevalue(name), folder_cases.FORMS[name]
+  model, batch = folder_cases.model_and_batch(name, tokenizer)
   model.save(theirs)
-  hf_models.HFTokenizer('published_byt5', 'ByT5Tokenizer').save(theirs)
+  folder_cases.copy_tokenizer(tokenizer, theirs)
   _main(
     'train',
     '--gin_file=recipes/finetune_from_hf.gin',
     f'--gin.INITIAL_CHECKPOINT_PATH={theirs}',
     f'--gin.MODEL_DIR={run}',
-    '--gin.TRAIN_STEPS=2',
+    '--gin.TRAIN_STEPS=3',
     '--gin.BATCH_SIZE=8',
     '--gin.DROPOUT_RATE=0.0',
     '--gin.train_script.train.infer_eval_dataset_cfg=None',
@@ -58,19 +62,32 @@ def test_fine_tune_convert_and_generate(tmp_path, monkeypatch):
   losses = [
     json.loads(line)['loss'] for line in (run / 'train' / 'metrics.jsonl').read_text().splitlines()
   ]
-  assert len(losses) == 2 and all(0 < loss < 2 * math.log(384) for loss in losses)
+  bound = 2 * math.log(model.config['vocab_size'])
+  assert len(losses) == 3 and all(0 < loss < bound for loss in losses)
   _main('convert', run, back, '--to=hugging_face', f'--tokenizer={theirs}')
   # The weights differ between machines: recorded is that transformers loads a folder of these files and arrays.
-  trained = reference.load_theirs('fine_tuned', back, _FAMILY, weights_vary=True)
-  params = checkpoints.load(str(run / 'checkpoint_2'))['target']
-  reference.assert_same_bits(reference.our_tree(trained.tensors, _FAMILY), params)
-  start = reference.our_tree(model.tensors, _FAMILY)
+  trained = reference.load_theirs(f'{name}/fine_tuned', back, family, weights_vary=True)
+  params = checkpoints.load(str(run / 'checkpoint_3'))['target']
+  reference.assert_same_bits(reference.our_tree(trained.tensors, family), params)
+  start = reference.our_tree(model.tensors, family)
   # Every parameter has moved a little, from where it was over there.
   moved = jax.tree.map(
     lambda new, old: np.linalg.norm(new - old) / np.linalg.norm(old), params, start
   )
   assert min(jax.tree.leaves(moved)) > 0 and max(jax.tree.leaves(moved)) < 0.1
-  tokenizer = hf_models.HFTokenizer('fine_tuned', 'AutoTokenizer', back)
-  found = tokenizer.generate_texts(trained, ['to be or not <extra_id_0> be', 'a'])
-  assert found['ids'][0, :3].tolist() == [ord(letter) + 3 for letter in 'to ']
+  assert trained.config['eos_token_id'] == model.config['eos_token_id']
+  module = reference.our_module(family)
+
+  def ours():
+    logits = module.apply({'params': params}, **batch, enable_dropout=False)
+    inputs, end = batch['encoder_input_tokens'], model.config['eos_token_id']
+    return logits, reference.greedy_tokens(module, params, inputs, _LENGTH, end)
+
+  assert trained.agrees(batch, _LENGTH, ours) == {'logits': True, 'tokens': True}
+  found = hf_models.HFTokenizer(f'{name}/fine_tuned', 'AutoTokenizer', back).generate_texts(
+    trained, ['to be or not <extra_id_0> be', 'a']
+  )
+  vocabulary = tokenizer_folders.hugging_face_vocabulary(str(theirs))
+  ids = [*vocabulary.encode('a'), vocabulary.eos_id]
+  assert found['ids'][1, : len(ids)].tolist() == ids
   assert found['num_texts'] == 2
