@@ -35,6 +35,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     't5x_lite.data.batches.feature_lengths': ('with_feature_lengths',),
     't5x_lite.data.batches.features': ('FeatureConverter', 'get_converter'),
     't5x_lite.data.files': ('grain_records',),
+    't5x_lite.data.own_files': ('FileTask',),
     't5x_lite.data.file_tasks': ('RecordContext', 'SpanCorruption', 'file_task'),
     't5x_lite.data.batches': ('positions',),
     't5x_lite.data.batches.global_batches': ('GlobalBatches', 'to_global_arrays'),
