@@ -21,6 +21,7 @@ __all__ = [
   'check_learning_rate_fn',
   'check_learning_rate_values',
   'create_learning_rate_scheduler',
+  'linear_warmup_and_decay',
 ]
 
 
@@ -178,6 +179,49 @@ def create_learning_rate_scheduler(
     step_offset=step_offset,
     min_learning_rate=min_learning_rate,
   )
+
+
+def linear_warmup_and_decay(
+  base_learning_rate: float, warmup_steps: int, total_steps: int, step_offset: int = 0
+) -> LearningRateCallable:
+  """Return the schedule that rises linearly from 0 and falls linearly to 0, as is usual for fine-tuning.
+
+  Args:
+    base_learning_rate: rate after the warm-up.
+    warmup_steps: number of steps of the warm-up.
+    total_steps: step at which the rate is 0 again, e.g. the last step of the run.
+    step_offset: step at which the schedule starts.
+
+  Raises:
+    ConfigError: the steps are not in the order of the arguments above.
+
+  >>> schedule = linear_warmup_and_decay(0.1, warmup_steps=10, total_steps=110)
+  >>> [round(float(schedule(step)), 3) for step in (0, 5, 10, 60, 110)]
+  [0.0, 0.05, 0.1, 0.05, 0.0]
+  """
+  checks.check(
+    'linear_warmup_and_decay',
+    locals(),
+    base_learning_rate=checks.number(above=0),
+    warmup_steps=checks.number(at_least=0, integer=True),
+    step_offset=checks.number(at_least=0, integer=True),
+    total_steps=checks.Expectation(
+      f'an integer above step_offset + warmup_steps = {step_offset + warmup_steps}',
+      lambda steps: isinstance(steps, int) and steps > step_offset + warmup_steps,
+      'Raise TRAIN_STEPS, or lower warmup_steps.',
+    ),
+  )
+  num_decay_steps = total_steps - step_offset - warmup_steps
+
+  def schedule(step: ArrayLike) -> Array:
+    step = jnp.asarray(step, jnp.float32)
+    falling = (total_steps - step) / num_decay_steps
+    if not warmup_steps:
+      return base_learning_rate * jnp.clip(falling, 0, 1)
+    rising = (step - step_offset) / warmup_steps
+    return base_learning_rate * jnp.clip(jnp.minimum(rising, falling), 0, 1)
+
+  return schedule
 
 
 def check_learning_rate_fn(learning_rate_fn: Any, what: str) -> None:

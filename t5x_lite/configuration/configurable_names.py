@@ -60,6 +60,7 @@ CALLED: dict[str, str] = {
   't5x_lite.data.builtin_tasks': 'docs_span_corruption_task keyword_cloze_task text_task',
   't5x_lite.data.config': 'DatasetConfig',
   't5x_lite.data.file_tasks': 'file_task SpanCorruption',
+  't5x_lite.data.own_files': 'FileTask',
   't5x_lite.data.sources.synthetic': 'SyntheticFeature SyntheticSource',
   't5x_lite.data.text.sources': 'TextFileConfig',
   't5x_lite.data.tokenizer_folders': 'hugging_face_vocabulary',
@@ -136,7 +137,7 @@ CALLED: dict[str, str] = {
   't5x_lite.partitioning.partitioner': 'PjitPartitioner',
   't5x_lite.partitioning.rules': 'standard_logical_axis_rules',
   't5x_lite.runtime.profiling': 'ProfileConfig',
-  't5x_lite.schedules': 'create_learning_rate_scheduler',
+  't5x_lite.schedules': 'create_learning_rate_scheduler linear_warmup_and_decay',
   't5x_lite.trainer.step_params': 'GaussianParamNoise',
   't5x_lite.trainer.weight_metrics': 'WeightMetricsComputer',
 }

@@ -32,7 +32,7 @@ __getattr__, __dir__, __all__ = lazy_names(
       'open_eval_data',
       'open_train_data',
     ),
-    't5x_lite.data.batches.feature_lengths': ('with_feature_lengths',),
+    't5x_lite.data.batches.feature_lengths': ('lengths_for_training', 'with_feature_lengths'),
     't5x_lite.data.batches.features': ('FeatureConverter', 'get_converter'),
     't5x_lite.data.files': ('grain_records',),
     't5x_lite.data.own_files': ('FileTask',),
