@@ -156,7 +156,7 @@ PASSED: dict[str, str] = {
   't5x_lite.apps.evaluate.run': 'evaluate',
   't5x_lite.apps.export.run': 'save',
   't5x_lite.apps.infer.jsonl': 'write_inferences_to_file',
-  't5x_lite.apps.infer.merge': 'merge_chunks_to_file',
+  't5x_lite.apps.infer.merge': 'merge_chunks_to_file merge_chunks_to_table',
   't5x_lite.apps.infer.run': 'infer update_measurement_series',
   't5x_lite.apps.precompile.run': 'precompile',
   't5x_lite.apps.train.run': 'train',

@@ -95,7 +95,7 @@ class ExampleTable(abc.ABC):
     return 0
 
   def record(self, number: int) -> Mapping[str, Any]:
-    """Return the fields of the record of an example as the file has them; {} for tables that are made of no records."""
+    """Return those fields of the record of an example that results keep, as the file has them; {} for none."""
     del number
     return {}
 

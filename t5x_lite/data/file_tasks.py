@@ -192,6 +192,7 @@ class FileExamples(ExampleTable):
     lengths: Mapping[str, int],
     literal_sentinels: bool = False,
     num_skipped: int = 0,
+    keep_fields: Sequence[str] | None = (),
   ):
     """Args:
     name: name of the task, on which seeds of preprocessors depend.
@@ -203,9 +204,11 @@ class FileExamples(ExampleTable):
     lengths: task feature to length, for the features of the examples.
     literal_sentinels: see `file_task`.
     num_skipped: see base class.
+    keep_fields: names of the fields of `record`; None for all.
     """
     self._literal_sentinels = literal_sentinels
     self._num_skipped = num_skipped
+    self._keep_fields = keep_fields
     self._is_earlier = False
     self._name = name
     self._records = records
@@ -242,9 +245,15 @@ class FileExamples(ExampleTable):
 
   def record(self, number: int) -> dict[str, Any]:
     """See base class."""
-    number %= len(self)
-    (content,) = self._records.read([number])
-    return self._records.parse(content, Where(self._records, number))
+    if self._keep_fields is not None and not self._keep_fields:
+      return {}
+    where = Where(self._records, number % len(self))
+    (content,) = self._records.read([number % len(self)])
+    record = self._records.parse(content, where)
+    if self._keep_fields is None:
+      return record
+    with located(where, 'the record'):
+      return {name: _value(record, name) for name in self._keep_fields}
 
   @property
   def end_ids(self) -> Mapping[str, int]:

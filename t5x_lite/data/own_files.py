@@ -5,6 +5,7 @@ configuration of a run has them all.
 """
 
 from collections.abc import Mapping, Sequence
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -52,7 +53,7 @@ class FileTask(TaskDescription):
   A template is the name of a column, or a text with names of columns in braces, such as 'summarize: {title}. {body}'.
 
   Attributes:
-    vocabulary: vocabulary of inputs and targets.
+    vocabulary: vocabulary of inputs and targets, or task feature name to vocabulary.
     targets: template of the targets. If it is the name of a column with lists of texts, the first of them is the target
       in training, and metrics compare with all of them.
     inputs: template of the inputs; None for a language model, which has only targets.
@@ -66,15 +67,16 @@ class FileTask(TaskDescription):
     separator: text between two fields of a line; None for that of the format.
     bad_records: 'stop' raises an error for a record without a text for a template: before the first step for files up
       to 100 MB, otherwise when it is read. 'skip' reads all records first, and leaves bad ones out.
+    needs_targets: whether a record without a value for the targets is bad; otherwise it has no target, and can be
+      predicted.
     metrics: functions of (targets, predictions) for evaluation by decoding.
-    keep_fields: names of further columns to read from Parquet and Arrow files, for postprocessors and results; None for
-      all. Other formats have all fields.
+    keep_fields: names of further columns that results of `infer` keep; None for all.
     cache_dir: folder of this machine for decompressed files and converted tables.
     literal_sentinels: see `file_task`.
     name: name of the task in the log and in the names of metrics; None for that of the first file.
   """
 
-  vocabulary: Vocabulary
+  vocabulary: Vocabulary | Mapping[str, Vocabulary]
   targets: str
   inputs: str | None = None
   train_file: str | None = None
@@ -84,6 +86,7 @@ class FileTask(TaskDescription):
   columns: Sequence[str] | None = None
   separator: str | None = None
   bad_records: str = 'stop'
+  needs_targets: bool = True
   metrics: Sequence[MetricFn] = (exact_match,)
   keep_fields: Sequence[str] | None = ()
   cache_dir: str | None = None
@@ -127,6 +130,13 @@ class FileTask(TaskDescription):
       if text is not None
     }
 
+  @property
+  def vocabularies(self) -> dict[str, Vocabulary]:
+    """Task feature name to vocabulary."""
+    if isinstance(self.vocabulary, Mapping):
+      return {feature: self.vocabulary[feature] for feature in self.templates}
+    return dict.fromkeys(self.templates, self.vocabulary)
+
   def builtin_task(self) -> BuiltinTask:
     """See base class."""
     splits = []
@@ -137,7 +147,7 @@ class FileTask(TaskDescription):
     return BuiltinTask(
       name=self.name,
       splits=tuple(splits),
-      vocabularies=dict.fromkeys(self.templates, self.vocabulary),
+      vocabularies=self.vocabularies,
       table_fn=self._table,
       metric_fns=self.metrics,
       postprocess_fn=_with_references,
@@ -155,12 +165,13 @@ class FileTask(TaskDescription):
       self.name,
       records,
       dict(zip(self.templates, self.templates, strict=True)),
-      dict.fromkeys(self.templates, self.vocabulary),
-      dict.fromkeys(self.templates, self.vocabulary.eos_id is not None),
+      self.vocabularies,
+      {feature: vocabulary.eos_id is not None for feature, vocabulary in self.vocabularies.items()},
       (self._render,),
       lengths,
       self.literal_sentinels,
       num_skipped=skipped,
+      keep_fields=self.keep_fields,
     )
 
   def _render(
@@ -170,6 +181,10 @@ class FileTask(TaskDescription):
     del context
     rendered = dict(record)
     for feature, template in self.templates.items():
+      is_needed = self.needs_targets or feature == 'inputs'
+      if not is_needed and any(record.get(name) is None for name in template.columns):
+        rendered[feature] = []  # no ids
+        continue
       references = template.references(record)
       if references is None:
         rendered[feature] = template.render(record)
@@ -185,13 +200,16 @@ class FileTask(TaskDescription):
       DataError: a file cannot be read, lacks a column, or has no records.
     """
     paths = self._paths(split)
-    used = {column for template in self.templates.values() for column in template.columns}
+    used = set()
+    for feature, template in self.templates.items():
+      if self.needs_targets or feature == 'inputs':
+        used.update(template.columns)
     records = opening.open_records(
       paths,
       self.file_format,
       columns=self.columns,
       separator=self.separator,
-      needed=None if self.keep_fields is None else used.union(self.keep_fields),
+      needed=self._needed(used),
       cache_dir=self.cache_dir,
     )
     known = records.columns
@@ -214,6 +232,16 @@ class FileTask(TaskDescription):
     _log_once(self._describe(split, paths, known, len(records), skipped))
     return records, skipped
 
+  def _needed(self, used: set[str]) -> set[str] | None:
+    """Return the columns to read from tables whose columns are stored apart; None for all.
+
+    Args:
+      used: columns of the templates.
+    """
+    if self.keep_fields is None or not self.needs_targets:
+      return None
+    return used.union(self.keep_fields)
+
   def _paths(self, split: str) -> list[str]:
     """Return the files of a split.
 
@@ -223,7 +251,9 @@ class FileTask(TaskDescription):
     pattern = self.validation_file if split == 'validation' else self.train_file
     paths = _find(pattern or self.train_file, split)
     if self.train_file and self.validation_file:
-      other = _find(self.train_file if split == 'validation' else self.validation_file, 'other')
+      other = []
+      with contextlib.suppress(DataError):  # For an evaluation the training files may be gone.
+        other = _find(self.train_file if split == 'validation' else self.validation_file, 'other')
       same = {files.real_path(path) for path in other}.intersection(map(files.real_path, paths))
       if same:
         raise DataError(
@@ -283,7 +313,9 @@ class FileTask(TaskDescription):
     what = paths[0]
     if len(paths) > 1:
       what += f' and {len(paths) - 1} more'
-    line = f'Data  {split} from {what}: {count:,} records'
+    line = f'Data  {what}: {count:,} records'
+    if self.validation_fraction is not None:
+      line += f' for the split {split!r}'
     if skipped:
       line += f', {skipped:,} bad ones skipped'
     if columns is not None:

@@ -60,8 +60,22 @@ _FLAGS: dict[str, dict[str, Any]] = {
   },
 }
 
+# Flags of commands that evaluate a run, whose task has the other options.
+EVAL_FLAGS = (
+  'validation_file',
+  'inputs',
+  'targets',
+  'file_format',
+  'columns',
+  'separator',
+  'bad_records',
+  'cache_dir',
+)
 
-def add_file_arguments(parser: argparse.ArgumentParser, names: Sequence[str] = tuple(_FLAGS)) -> None:
+
+def add_file_arguments(
+  parser: argparse.ArgumentParser, names: Sequence[str] = tuple(_FLAGS)
+) -> None:
   """Add the flags of files.
 
   Args:
@@ -76,6 +90,8 @@ def add_file_arguments(parser: argparse.ArgumentParser, names: Sequence[str] = t
 def file_bindings(flags: Any) -> str:
   """Return gin text with the options that the flags set; '' without any.
 
+  With `--train_file` or `--targets` the text also makes the task that of the run.
+
   Raises:
     ConfigError: there are flags for a task of files, but no file or no targets.
   """
@@ -84,15 +100,35 @@ def file_bindings(flags: Any) -> str:
   if not given:
     return ''
   lines = [_HEADER]
-  if 'train_file' in given:
-    if 'targets' not in given:
-      raise ConfigError(
-        f'--targets is missing. Name the column of the targets of {given["train_file"]}, e.g. --targets=answer, or a '
-        'template.'
-      )
+  if 'train_file' in given and 'targets' not in given:
+    raise ConfigError(
+      f'--targets is missing. Name the column of the targets of {given["train_file"]}, e.g. --targets=answer, or a '
+      'template.'
+    )
+  if 'train_file' in given or 'targets' in given:
     lines.append(_TASK)
+  if 'validation_file' in given and 'validation_fraction' not in given:
+    lines.append('data.FileTask.validation_fraction = None\n')
   for name, value in given.items():
     if name in _LISTS:
       value = [each.strip() for each in value.split(',')]
     lines.append(f'data.FileTask.{name} = {value!r}\n')
   return ''.join(lines)
+
+
+def check_reads_files(configuration: Any) -> None:
+  """Raise if no dataset of a configuration reads files by `data.FileTask`, whose options the flags set.
+
+  Raises:
+    ConfigError: names the flags that choose the task.
+  """
+  from t5x_lite import data
+
+  for found in configuration.arguments_of(data.DatasetConfig):
+    task = found.get('mixture_or_task_name')
+    if getattr(task, 'selector', '').endswith('FileTask'):
+      return
+  raise ConfigError(
+    'The flags of files need a run whose task is data.FileTask, got another task. Add --targets=TEMPLATE (and '
+    '--inputs=TEMPLATE) to use the columns of the files instead of the task of the run.'
+  )

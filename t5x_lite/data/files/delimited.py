@@ -1,7 +1,7 @@
 """Tables in text files: comma-separated values, tab-separated values, and lines with another separator.
 
 Quotes are those of RFC 4180: a field that begins with a double quote ends at the next single one. It may contain
-separators and line breaks, and two quotes for one. A quote within another field is an ordinary character, as in Python's
+separators and line breaks, and two quotes for one. In another field a quote is an ordinary character, as in Python's
 `csv`.
 """
 
