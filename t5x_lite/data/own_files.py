@@ -320,7 +320,10 @@ class FileTask(TaskDescription):
       line += f', {skipped:,} bad ones skipped'
     if columns is not None:
       line += f', columns {", ".join(columns)}'
-    texts = [f'{feature} {template.text!r}' for feature, template in self.templates.items()]
+    texts = []
+    for feature, template in self.templates.items():
+      if feature == 'inputs' or self.needs_targets:
+        texts.append(f'{feature} {template.text!r}')
     return f'{line}; {", ".join(texts)}'
 
 

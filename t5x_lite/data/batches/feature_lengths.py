@@ -62,9 +62,14 @@ def with_feature_lengths(
   )
 
   def compute() -> dict[str, Any]:
+    _logger.info(
+      'DatasetConfig.task_feature_lengths of %r are None: reading the split %r for its longest examples.',
+      cfg.name,
+      cfg.split,
+    )
     return {'task_feature_lengths': _Measured.of(cfg, split).longest}
 
-  found, origin = _remembered(cfg, split, identity, folder, compute)
+  found, origin = _remembered(split, identity, folder, compute)
   lengths = found['task_feature_lengths']
   _logger.info(
     'task_feature_lengths of %r, split %r: %s, those of the longest examples%s.',
@@ -110,7 +115,7 @@ def lengths_for_training(
       'num_cut': measured.num_longer,
     }
 
-  found, _ = _remembered(cfg, split, identity, folder, compute)
+  found, _ = _remembered(split, identity, folder, compute)
   lengths = found['task_feature_lengths']
   parts = [
     f'{name} {length} (longest {found["longest"][name]})' for name, length in lengths.items()
@@ -140,7 +145,6 @@ def _identity(cfg: DatasetConfig, split: SplitLengths, **options: Any) -> dict[s
 
 
 def _remembered(
-  cfg: DatasetConfig,
   split: SplitLengths,
   identity: Mapping[str, Any],
   folder: str | None,
@@ -157,11 +161,6 @@ def _remembered(
   found = multihost.broadcast_json(found)
   if found is not None:
     return found, f'from {path}'
-  _logger.info(
-    'DatasetConfig.task_feature_lengths of %r are None: reading the split %r for its longest examples.',
-    cfg.name,
-    cfg.split,
-  )
   found = multihost.broadcast_json(compute_fn())
   if path is None:
     return found, ''
