@@ -1,10 +1,16 @@
 """Flags for a user's own files, which set the options of `data.FileTask` by gin text."""
 
 import argparse
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from t5x_lite.apps.common.flags import Invocation
+from t5x_lite.apps.common.flags import load_configuration
 from t5x_lite.errors import ConfigError
+from t5x_lite.storage import files
+
+if TYPE_CHECKING:
+  from t5x_lite import gin_utils
 
 _HEADER = """
 from __gin__ import dynamic_registration
@@ -131,4 +137,41 @@ def check_reads_files(configuration: Any) -> None:
   raise ConfigError(
     'The flags of files need a run whose task is data.FileTask, got another task. Add --targets=TEMPLATE (and '
     '--inputs=TEMPLATE) to use the columns of the files instead of the task of the run.'
+  )
+
+
+def load_for_training(
+  invocation: Invocation, placeholders: Mapping[str, str] | None = None
+) -> 'gin_utils.Configuration':
+  """Return the configuration of a command line with the flags of files, and with feature lengths.
+
+  If the configuration has no lengths, they are those of the training data, and become a binding, so that `config.gin` of
+  the run has them.
+
+  Args:
+    invocation: the command line.
+    placeholders: see `load_configuration`.
+
+  Raises:
+    ConfigError: see `file_bindings` and `load_configuration`.
+    DataError: the training data is needed for the lengths, and cannot be read.
+  """
+  defaults = file_bindings(invocation.flags)
+  configuration = load_configuration(invocation, placeholders, defaults=defaults)
+  from t5x_lite import data
+
+  datasets = configuration.arguments_of(data.DatasetConfig)
+  if all(found.get('task_feature_lengths', '') is not None for found in datasets):
+    return configuration
+  cfg = configuration.argument('train_dataset_cfg')
+  if cfg.task_feature_lengths is not None:
+    return configuration
+  model_dir = configuration.argument('model_dir')
+  lengths = data.lengths_for_training(
+    cfg,
+    feature_converter=configuration.argument('model').FEATURE_CONVERTER,
+    folder=model_dir if files.path(model_dir).is_dir() else None,
+  )
+  return load_configuration(
+    invocation, placeholders, f'TASK_FEATURE_LENGTHS = {lengths!r}\n', defaults=defaults
   )
