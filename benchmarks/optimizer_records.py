@@ -4,7 +4,8 @@
     python benchmarks/optimizer_records.py                        # writes the tables again from the records
 
 A line of `results/optimizers.jsonl` is one optimizer on one set of parameters. No figure is typed into a table: a new
-optimizer gets a row with empty figures, and `--record` fills it. `tests/repository/test_docs.py` compares both.
+optimizer gets a row with empty ratios in docs/optimizers.md, and `--record` fills them; `tests/repository/test_docs.py`
+compares both. All figures are a table of docs/benchmarks.md that is made when the pages are built.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,13 +19,10 @@ FILE = 'benchmarks/results/optimizers.jsonl'
 PARAMS = ('set', 't5_small')
 # Rows of the benchmark that are a file of gin/optimizers/ with other bindings, and that file.
 VARIANTS = {'scaled_adam_unclipped': 'scaled_adam'}
-# Pages, and the comment before each of their tables.
-PAGES = {
-  'docs/optimizers.md': 'optimizers',
-  'docs/benchmarks.md': 'optimizer measurements',
-}
-# Number of cells before the figures.
-_FIRST_FIGURE = {'optimizers': 4, 'optimizer measurements': 1}
+# Page with a row for each optimizer, the comment before each of its tables, and the number of cells before the ratios.
+PAGE = 'docs/optimizers.md'
+_COMMENT = '<!-- optimizers -->\n'
+_FIRST_RATIO = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +86,7 @@ def read(root: pathlib.Path = _ROOT) -> dict[tuple[str, str], Record]:
 
 
 def save(measured: Iterable[Record], root: pathlib.Path = _ROOT) -> None:
-  """Replace or add these records, keep the others, and write all figures into the tables.
+  """Replace or add these records, keep the others, and write the ratios into the tables of `PAGE`.
 
   Args:
     measured: new records.
@@ -105,53 +103,70 @@ def save(measured: Iterable[Record], root: pathlib.Path = _ROOT) -> None:
 
 
 def write_tables(root: pathlib.Path = _ROOT) -> None:
-  """Write the recorded figures into the tables of the pages, in rows whose optimizer is measured on both sets."""
+  """Write the recorded ratios into the tables of `PAGE`, in rows whose optimizer is measured on both sets."""
   records = read(root)
-  for page, kind in PAGES.items():
-    path = root / page
-    lines = path.read_text(encoding='utf-8').splitlines(keepends=True)
-    for index, name in _rows(lines, kind).items():
-      if not _missing(name, records):
-        lines[index] = _with_figures(lines[index], kind, _figures(kind, name, records))
-    path.write_text(''.join(lines), encoding='utf-8')
+  path = root / PAGE
+  lines = path.read_text(encoding='utf-8').splitlines(keepends=True)
+  for index, name in _rows(lines).items():
+    if not _missing(name, records):
+      lines[index] = _with_ratios(lines[index], _ratios(name, records))
+  path.write_text(''.join(lines), encoding='utf-8')
 
 
-def faults(page: str, text: str, records: Records) -> list[str]:
-  """Return a message for each row whose figures are not recorded, and for each record without a row.
+def faults(text: str, records: Records) -> list[str]:
+  """Return a message for each row whose ratios are not recorded, and for each record without a row.
 
   Args:
-    page: a key of `PAGES`.
-    text: contents of this page.
+    text: contents of `PAGE`.
     records: result of `read`.
   """
-  kind = PAGES[page]
   lines = text.splitlines(keepends=True)
-  rows = _rows(lines, kind)
+  rows = _rows(lines)
   messages = []
   for index, name in rows.items():
     measure = _command(name)
     if missing := _missing(name, records):
       messages.append(
-        f'{page}: `{name}` has no record for {" and ".join(missing)} in {FILE}. Measure it: {measure}'
+        f'{PAGE}: `{name}` has no record for {" and ".join(missing)} in {FILE}. Measure it: {measure}'
       )
       continue
-    recorded = _figures(kind, name, records)
-    first = _FIRST_FIGURE[kind]
-    shown = _cells(lines[index])[first : first + len(recorded)]
+    recorded = _ratios(name, records)
+    shown = _cells(lines[index])[_FIRST_RATIO : _FIRST_RATIO + len(recorded)]
     if shown != recorded:
       messages.append(
-        f'{page}: `{name}` shows the figures {", ".join(shown)}, and {FILE} has {", ".join(recorded)}. '
+        f'{PAGE}: `{name}` shows the ratios {", ".join(shown)}, and {FILE} has {", ".join(recorded)}. '
         f'Write those into the table: python benchmarks/optimizer_records.py, or measure again: {measure}'
       )
-  names = {name for name, _ in records}
-  if kind == 'optimizers':
-    names -= set(VARIANTS)
+  names = {name for name, _ in records} - set(VARIANTS)
   for name in sorted(names - set(rows.values())):
     messages.append(
-      f'{page}: the record of `{name}` has no row. Delete it from {FILE}, or add a row with empty figures and run '
+      f'{PAGE}: the record of `{name}` has no row. Delete it from {FILE}, or add a row with empty ratios and run '
       f'{_command(name)}'
     )
   return messages
+
+
+def table(records: Records) -> str:
+  """Return all figures as a Markdown table: a row for each optimizer that is measured on both sets.
+
+  Args:
+    records: result of `read`.
+  """
+  columns = (
+    'step, ms',
+    'slowest, ms',
+    'to `optax.adam`',
+    'compile, s',
+    'state, bytes per parameter',
+  )
+  head = ['file', *columns, *columns]
+  head[1 + len(columns)] = f'T5 small: {columns[0]}'
+  lines = [head, ['---'] * len(head)]
+  for name in sorted({name for name, _ in records}):
+    if not _missing(name, records):
+      measured = [records[name, params] for params in PARAMS]
+      lines.append([f'`{name}`', *(figure for one in measured for figure in _figures(one))])
+  return '\n'.join(f'| {" | ".join(cells)} |' for cells in lines)
 
 
 def state_text(bytes_per_param: float) -> str:
@@ -168,29 +183,28 @@ def _missing(name, records):
   return [params for params in PARAMS if (name, params) not in records]
 
 
-def _figures(kind, name, records):
-  """Return the texts of a row's cells that are measured, from left to right."""
-  measured = [records[name, params] for params in PARAMS]
-  if kind == 'optimizers':
-    # One decimal, or none from 10 on.
-    return [f'{one.ratio:.1f}' if one.ratio < 9.95 else f'{one.ratio:.0f}' for one in measured]
+def _ratios(name, records):
+  """Return the measured cells of a row of `PAGE`: ratios with one decimal, or none from 10 on."""
+  ratios = [records[name, params].ratio for params in PARAMS]
+  return [f'{ratio:.1f}' if ratio < 9.95 else f'{ratio:.0f}' for ratio in ratios]
+
+
+def _figures(measured):
+  """Return the cells of `table` for an optimizer on one set of parameters."""
   figures = []
-  for one in measured:
-    for value in (one.step_ms, one.slowest_ms, one.ratio, one.compile_s):
-      figures.append(f'{value:.3g}' if value < 99.5 else f'{value:.0f}')
-    figures.append(state_text(one.bytes_per_param))
-  return figures
+  for value in (measured.step_ms, measured.slowest_ms, measured.ratio, measured.compile_s):
+    figures.append(f'{value:.3g}' if value < 99.5 else f'{value:.0f}')
+  return [*figures, state_text(measured.bytes_per_param)]
 
 
-def _rows(lines, kind):
-  """Return {index of a line: optimizer} of the rows of the tables of that kind."""
+def _rows(lines):
+  """Return {index of a line: optimizer} of the rows of the tables of `PAGE`."""
   rows = {}
   for start, line in enumerate(lines):
-    if line != f'<!-- {kind} -->\n':
+    if line != _COMMENT:
       continue
-    for index in range(
-      start + 2, len(lines)
-    ):  # An empty line is between the comment and the table.
+    # An empty line is between the comment and the table.
+    for index in range(start + 2, len(lines)):
       if not lines[index].startswith('|'):
         break
       if name := re.match(r'\| `(\w+)` \|', lines[index]):
@@ -202,11 +216,11 @@ def _cells(line):
   return [cell.strip() for cell in line.split('|')[1:-1]]
 
 
-def _with_figures(line, kind, figures):
-  """Return the row of a table with these figures instead of its own."""
+def _with_ratios(line, ratios):
+  """Return the row of a table with these ratios instead of its own."""
   cells = line.split('|')
-  first = 1 + _FIRST_FIGURE[kind]  # Before the first bar stands nothing.
-  cells[first : first + len(figures)] = [f' {figure} ' for figure in figures]
+  first = 1 + _FIRST_RATIO  # Before the first bar stands nothing.
+  cells[first : first + len(ratios)] = [f' {ratio} ' for ratio in ratios]
   return '|'.join(cells)
 
 

@@ -17,6 +17,7 @@ import types
 import nbclient
 from pygments.lexers.python import PythonLexer
 
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # `tables` imports `benchmarks`
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import tables  # pylint: disable=wrong-import-position
 

@@ -1,8 +1,9 @@
 """Tables of the documentation that are made of code: parameters by signature and docstring, flags by `--help`.
 
 A page has a block ```` ```{parameters} ```` with the dotted name of a class or function, and optionally `without` and
-the names of parameters to leave out; a block ```` ```{flags} ```` with the name of a command; or a block
-```` ```{t5x} ```` with one of `modules`, `names` and `left_out`: T5X's names by the table of `t5x_lite.compat.names`.
+the names of parameters to leave out; a block ```` ```{flags} ```` with the name of a command; a block
+```` ```{t5x} ```` with one of `modules`, `names` and `left_out`: T5X's names by the table of `t5x_lite.compat.names`;
+or a block ```` ```{measurements} ```` with the file of the optimizers' records.
 `conf.py` replaces these blocks when the pages are built, and `tests/repository/test_docs.py` checks that every
 parameter has a description.
 """
@@ -13,12 +14,15 @@ import inspect
 import pkgutil
 import re
 
+from benchmarks import optimizer_records
 from t5x_lite.apps import commands
 from t5x_lite.compat import names
 
 # A flag or a macro in the text of `--help`.
 _FLAG = re.compile(r"(?<![`\w])(--[\w.]+(?:='[^']*'|=[\w./]+)?|[A-Z]+_[A-Z_]+)(?![`\w])")
-BLOCK = re.compile(r'^```\{(?P<kind>parameters|flags|t5x)\}\n(?P<what>[^`]*?)\n```$', re.MULTILINE)
+BLOCK = re.compile(
+  r'^```\{(?P<kind>parameters|flags|t5x|measurements)\}\n(?P<what>[^`]*?)\n```$', re.MULTILINE
+)
 # A section of a docstring in Google style, up to the next line that is not indented.
 _SECTION = re.compile(r'^(?:Args|Attributes):\n((?:[ \t].*\n|\n)*)', re.MULTILINE)
 _ENTRY = re.compile(r'^  (\w+): (.*(?:\n(?:    .*|(?=\n)))*)', re.MULTILINE)
@@ -26,7 +30,12 @@ _ENTRY = re.compile(r'^  (\w+): (.*(?:\n(?:    .*|(?=\n)))*)', re.MULTILINE)
 
 def expand(text: str) -> str:
   """Return a Markdown page with its blocks replaced by tables."""
-  tables = {'parameters': _parameter_table, 'flags': _flag_table, 't5x': t5x_table}
+  tables = {
+    'parameters': _parameter_table,
+    'flags': _flag_table,
+    't5x': t5x_table,
+    'measurements': measurement_table,
+  }
   return BLOCK.sub(lambda block: tables[block['kind']](block['what']), text)
 
 
@@ -94,6 +103,13 @@ def t5x_table(what: str) -> str:
       *(f'| {left} | {_cell(right)} |' for left, right in lines),
     ]
   )
+
+
+def measurement_table(file: str) -> str:
+  """Return the table of the records of a file, the one of the optimizers."""
+  if file != optimizer_records.FILE:
+    raise ValueError(f'{{measurements}} must be {optimizer_records.FILE}, got {file!r}.')
+  return optimizer_records.table(optimizer_records.read())
 
 
 def _parameter_table(what: str) -> str:

@@ -1,8 +1,10 @@
 """Mixture of Experts on top of t5x_lite: partitioning, routing, dispatch, layers and models.
 
-Names are imported from their modules at first use, so that `python -m moe --help` does not import JAX.
+Names are imported from their modules at first use, so that `python -m moe --help` does not import JAX. Routers are
+those that a configuration may call, which `configurable_names` lists.
 """
 
+from t5x_lite.configuration import configurable_names
 from t5x_lite.lazy_names import lazy_names
 
 # Names of this package by their modules.
@@ -21,15 +23,10 @@ _MODULES = {
   'moe.partitioner': ('MoePjitPartitioner',),
   'moe.routing': (
     'ExpertChoice',
-    'ExpertsChooseRouter',
-    'HashRouter',
     'RecordedChoice',
     'Router',
-    'RouterWeights',
     'Routing',
-    'SinkhornRouter',
     'TokenChoice',
-    'TokensChooseRouter',
     'expert_capacity',
     'load_balancing_loss',
     'router_z_loss',
@@ -50,4 +47,6 @@ _MODULES = {
   ),
   'moe.upcycling': ('upcycle',),
 }
-__getattr__, __dir__, __all__ = lazy_names(globals(), _MODULES)
+__getattr__, __dir__, __all__ = lazy_names(
+  globals(), configurable_names.called_in('moe.routing'), _MODULES
+)

@@ -13,7 +13,7 @@ from moe.dispatch import MlpParams
 from moe.dispatch import MlpSpec
 from moe.dispatch.capacity import BUFFER_AXES
 from moe.dispatch.sharding import constrain
-from moe.routing import Routing
+from moe.routing.result import Routing
 from moe.routing.types import ChoiceRouting
 from t5x_lite import checks
 from t5x_lite import partitioning

@@ -16,10 +16,10 @@ from moe.experts import ExpertParams
 from moe.experts import apply_blocks
 from moe.grouping import Grouping
 from moe.grouping import divide_microbatch
-from moe.routing import RecordedChoice
-from moe.routing import Router
-from moe.routing import Routing
-from moe.routing import expert_capacity
+from moe.routing.base import Router
+from moe.routing.capacity import expert_capacity
+from moe.routing.result import Routing
+from moe.routing.types import RecordedChoice
 from t5x_lite import checks
 from t5x_lite import layers
 from t5x_lite.errors import ConfigError

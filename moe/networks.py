@@ -13,8 +13,8 @@ import flax.linen as nn
 
 from moe.experts import ExpertMlp
 from moe.layers import MoeLayer
-from moe.routing import Router
-from moe.routing import TokensChooseRouter
+from moe.routing.base import Router
+from moe.routing.token_routers import TokensChooseRouter
 from t5x_lite import checks
 from t5x_lite.networks import decoder_only
 from t5x_lite.networks import t5

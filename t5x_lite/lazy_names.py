@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import importlib
+import itertools
 from typing import Any, TypeVar
 
 from t5x_lite import checks
@@ -13,16 +14,16 @@ _Class = TypeVar('_Class', bound=type)
 
 
 def lazy_names(
-  package: dict[str, Any], modules: Mapping[str, Sequence[str]]
+  package: dict[str, Any], *tables: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
   """Return `__getattr__`, `__dir__` and `__all__` for the `__init__` of a package (PEP 562).
 
   Args:
     package: `globals()` of the package, which caches imported names.
-    modules: names that the package exports, attributes or submodules, by full module name; `name as other` renames.
+    *tables: names that the package exports, attributes or submodules, by full module name; `name as other` renames.
   """
   origin = {}
-  for module, names in modules.items():
+  for module, names in itertools.chain.from_iterable(table.items() for table in tables):
     for name in names:
       attribute, _, alias = name.partition(' as ')
       origin[alias or attribute] = module, attribute

@@ -4,6 +4,9 @@ A name is found in its module, and must be the same object as the one that the c
 a configuration reaches an object does not matter, and an object cannot pretend to be another one. The objects neither
 call a function by its name in a text, nor import a module that is not checked, nor write or delete a file that is named
 in their arguments; those of which this is true only for the callers in t5x_lite are in `PASSED`.
+
+The packages `t5x_lite.optimizers` and `moe.routing` export the names of their modules in `CALLED`: a new optimizer or
+router is named here only.
 """
 
 import operator
@@ -147,6 +150,7 @@ CALLED: dict[str, str] = {
 PASSED: dict[str, str] = {
   'moe.checkpoints': 'UpcycleCheckpointer',
   'moe.models': '_SparseModel.eval_fn',
+  'moe.routing.base': 'Router',
   'moe.training': 'MoeTrainer',
   'seqio': (
     'Evaluator JSONLogger PyLoggingLogger TensorBoardLogger EncDecFeatureConverter '
@@ -193,6 +197,17 @@ PASSED: dict[str, str] = {
   't5x_lite.trainer.state_init': 'TrainStateInitializer',
   't5x_lite.trainer.trainer': 'BaseTrainer Trainer',
 }
+
+
+def called_in(package: str) -> dict[str, list[str]]:
+  """Return the rows of `CALLED` of the modules of a package, whose `__init__` exports these names.
+
+  Args:
+    package: full name of the package.
+  """
+  return {
+    module: names.split() for module, names in CALLED.items() if module.startswith(f'{package}.')
+  }
 
 
 def is_listed(found: Any, *, is_called: bool) -> bool:

@@ -16,6 +16,7 @@ is made in memory if it gives the same ids, and which the package tokenizers rea
 """
 
 from collections.abc import Iterable, Mapping
+import functools
 import json
 import os
 from typing import Any
@@ -116,12 +117,13 @@ def hugging_face_vocabulary(
       'Copy it to this path, or bind VOCABULARY to another vocabulary.',
     ),
   )
-  config = _read_json(root / 'config.json')
-  vocabulary = _make(root, config, extra_ids)
+  found = _Folder(root)
+  config = found.read('config.json')
+  vocabulary = _make(found, extra_ids)
   if isinstance(vocabulary, HuggingFaceVocabulary):
     _check_without_effect(root, extra_ids=extra_ids, added_tokens=added_tokens)
   elif added_tokens:
-    vocabulary = _with_added_tokens(root, vocabulary)
+    vocabulary = _with_added_tokens(found, vocabulary)
   ends = end_token_ids(root)
   if ends and vocabulary.eos_id not in ends:
     raise ConfigError(
@@ -171,9 +173,24 @@ def end_token_ids(root: files.Path) -> tuple[int, ...]:
   return tuple(i for i in ends if isinstance(i, int) and not isinstance(i, bool))
 
 
-def _make(root: files.Path, config: Mapping[str, Any], extra_ids: int | None) -> Vocabulary:
+class _Folder:
+  """Files of a folder's tokenizer, each of which is read once."""
+
+  def __init__(self, root: files.Path):
+    self.root = root
+    self.read = functools.cache(lambda name: _read_json(root / name))
+
+  @functools.cached_property
+  def tokens(self) -> list[AddedToken]:
+    """The added tokens; see `_recorded_tokens`."""
+    return _recorded_tokens(self)
+
+
+def _make(folder: _Folder, extra_ids: int | None) -> Vocabulary:
   """Return the vocabulary of the folder."""
-  tokenizer = _read_json(root / TOKENIZER_CONFIG)
+  root = folder.root
+  config = folder.read('config.json')
+  tokenizer = folder.read(TOKENIZER_CONFIG)
   name = str(tokenizer.get('tokenizer_class') or config.get('tokenizer_class') or '')
   number = extra_ids
   if number is None:
@@ -189,9 +206,9 @@ def _make(root: files.Path, config: Mapping[str, Any], extra_ids: int | None) ->
   if name.startswith('ByT5') or (is_byt5 and not has_json and not has_merges):
     return ByteVocabulary(_BYT5_EXTRA_IDS if number is None else number)
   if has_json:
-    return _make_from_json(root, config, number)
+    return _make_from_json(folder, number)
   if has_merges:
-    return _make_from_merges(root, name)
+    return _make_from_merges(folder, name)
   raise ConfigError(
     f'{str(root)!r} must contain {MODEL_FILE}, {TOKENIZER_JSON}, or {VOCAB_JSON} with {MERGES}, or the '
     'tokenizer_config.json of a ByT5, got none of them. Copy the tokenizer of the original model into the folder, or '
@@ -230,18 +247,20 @@ def _number_of_sentinels(
   return default
 
 
-def _make_from_json(root: files.Path, config: Mapping[str, Any], number: int | None) -> Vocabulary:
+def _make_from_json(folder: _Folder, number: int | None) -> Vocabulary:
   """Return the vocabulary of `tokenizer.json`."""
+  root = folder.root
   path = str(root / TOKENIZER_JSON)
-  contents = _read_json(root / TOKENIZER_JSON)
+  contents = folder.read(TOKENIZER_JSON)
   tokenizer_json.check_model(contents, path)
   is_unigram = contents['model']['type'] == 'Unigram'
   special = _special_tokens(root, _T5_TOKENS if is_unigram else {})
   if special.eos == _EOS and tokenizer_json.is_sentencepiece(contents, special.eos):
-    vocabulary = SentencePieceVocabulary(path, _number_of_sentinels(path, root, config, number))
-    if _has_these_sentinels(vocabulary, _recorded_tokens(root)):
+    extra_ids = _number_of_sentinels(path, root, folder.read('config.json'), number)
+    vocabulary = SentencePieceVocabulary(path, extra_ids)
+    if _has_these_sentinels(vocabulary, folder.tokens):
       return vocabulary
-  contents = hugging_face.with_tokens(contents, _recorded_tokens(root))
+  contents = hugging_face.with_tokens(contents, folder.tokens)
   return HuggingFaceVocabulary(path, json.dumps(contents), special)
 
 
@@ -255,8 +274,9 @@ def _has_these_sentinels(vocabulary: Vocabulary, tokens: Iterable[AddedToken]) -
   return True
 
 
-def _make_from_merges(root: files.Path, name: str) -> Vocabulary:
+def _make_from_merges(folder: _Folder, name: str) -> Vocabulary:
   """Return the vocabulary of `vocab.json` and `merges.txt`, whose class in transformers is `name`."""
+  root = folder.root
   kind = name.removesuffix('Fast').removesuffix('Tokenizer')
   if kind not in hugging_face.BYTE_LEVEL_CLASSES:
     classes = ', '.join(f'{known}Tokenizer' for known in hugging_face.BYTE_LEVEL_CLASSES)
@@ -272,14 +292,14 @@ def _make_from_merges(root: files.Path, name: str) -> Vocabulary:
     untrusted.read_limited(root, MERGES).decode('utf-8', errors='replace'),
     special,
     bos=special.bos if has_ends else None,
-    has_prefix_space=bool(_read_json(root / TOKENIZER_CONFIG).get('add_prefix_space', False)),
+    has_prefix_space=bool(folder.read(TOKENIZER_CONFIG).get('add_prefix_space', False)),
   )
   named = [
     AddedToken(id=contents['model']['vocab'][token], content=token)
     for token in dict.fromkeys([*special.controls, *filter(None, [special.unk])])
     if token in contents['model']['vocab']
   ]
-  contents = hugging_face.with_tokens(contents, [*named, *_recorded_tokens(root)])
+  contents = hugging_face.with_tokens(contents, [*named, *folder.tokens])
   return HuggingFaceVocabulary(str(root / VOCAB_JSON), json.dumps(contents), special)
 
 
@@ -329,7 +349,7 @@ def _check_without_effect(root: files.Path, *, extra_ids: int | None, added_toke
       )
 
 
-def _with_added_tokens(root: files.Path, base: Vocabulary) -> Vocabulary:
+def _with_added_tokens(folder: _Folder, base: Vocabulary) -> Vocabulary:
   """Return `base` with the added tokens of the folder; `base` itself if it has all of them.
 
   Raises:
@@ -337,15 +357,15 @@ def _with_added_tokens(root: files.Path, base: Vocabulary) -> Vocabulary:
     CheckpointError: a file of the folder does not list tokens with ids.
   """
   tokens = []
-  for token in _recorded_tokens(root):
+  for token in folder.tokens:
     content = token.content
     piece = _piece(base, token.id)
     if _SENTINEL.fullmatch(content) or piece in (content, f'\u2581{content}'):
       continue
     if piece is not None and _SENTINEL.fullmatch(piece):
       raise ConfigError(
-        f'The added token {content!r} of {str(root)!r} must not have the id of a sentinel, got {token.id}, that of '
-        f'{piece.removeprefix(_SPACE)} in a vocabulary with {base.extra_ids} extra_ids. Set '
+        f'The added token {content!r} of {str(folder.root)!r} must not have the id of a sentinel, got {token.id}, that '
+        f'of {piece.removeprefix(_SPACE)} in a vocabulary with {base.extra_ids} extra_ids. Set '
         'hugging_face_vocabulary.extra_ids to the number of sentinels that the model was trained with, or set '
         f'{_NO_ADDED_TOKENS}.'
       )
@@ -369,21 +389,22 @@ def _piece(vocabulary: Vocabulary, i: int) -> str | None:
   return ''
 
 
-def _recorded_tokens(root: files.Path) -> list[AddedToken]:
+def _recorded_tokens(folder: _Folder) -> list[AddedToken]:
   """Return the tokens with ids in the files of a transformers tokenizer, by id.
 
   Raises:
     CheckpointError: a file does not list tokens with ids.
   """
-  config = _read_json(root / TOKENIZER_CONFIG)
+  root = folder.root
+  config = folder.read(TOKENIZER_CONFIG)
   found: dict[Any, Any] = {}
   path = root / TOKENIZER_CONFIG
   try:
     if 'added_tokens_decoder' in config:
       found = {int(i): entry for i, entry in config['added_tokens_decoder'].items()}
-    elif (root / TOKENIZER_JSON).is_file():
+    else:
       path = root / TOKENIZER_JSON
-      entries = _read_json(path).get('added_tokens') or ()
+      entries = folder.read(TOKENIZER_JSON).get('added_tokens') or ()
       found = {int(entry['id']): entry for entry in entries}
     tokens = {i: _added_token(i, entry) for i, entry in found.items()}
     path = root / ADDED_TOKENS

@@ -6,6 +6,7 @@ Models accept vocabularies of both packages: they use only `vocab_size`, `eos_id
 
 import abc
 from collections.abc import Iterable, Sequence
+import functools
 import hashlib
 import os
 from typing import Any
@@ -258,7 +259,12 @@ def read_model_file(path: str) -> bytes:
   """
   if not path.endswith('.json'):
     return untrusted.read_regular(files.path(path), MAX_MODEL_BYTES)
-  content = untrusted.read_regular(files.path(path))
+  return _sentencepiece_model(untrusted.read_regular(files.path(path)), path)
+
+
+# A run makes equal vocabularies, of its model and of each task.
+@functools.lru_cache(maxsize=1)
+def _sentencepiece_model(content: bytes, path: str) -> bytes:
   return tokenizer_json.sentencepiece_model(untrusted.parse_object(content, path), path)
 
 

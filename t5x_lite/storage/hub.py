@@ -94,6 +94,14 @@ def local_folder(name: str) -> pathlib.Path:
   return folder
 
 
+def shown_name(folder: str) -> str:
+  """Return the name of a folder for people: OWNER/NAME for a model in the cache of the hub, else its last part."""
+  path = pathlib.PurePath(os.path.abspath(folder))
+  if path.parent.name == 'snapshots':
+    return path.parent.parent.name.removeprefix('models--').replace('--', '/')
+  return path.name
+
+
 def _has_weights(folder: pathlib.Path) -> bool:
   """Return True if config.json and all safetensors are there."""
   if not (folder / _CONFIG).is_file():

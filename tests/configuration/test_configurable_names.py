@@ -91,6 +91,19 @@ def test_each_name_is_that_of_a_function_or_class_of_its_module():
     assert any(module == package or module.startswith(f'{package}.') for package in _PACKAGES)
 
 
+@pytest.mark.parametrize('package', ['t5x_lite.optimizers', 'moe.routing'])
+def test_optimizers_and_routers_are_exported_by_being_listed(package):
+  exporting = importlib.import_module(package)
+  listed = configurable_names.called_in(package)
+  assert len(listed) > 4
+  for module, names in listed.items():
+    assert module.startswith(f'{package}.')
+    for name in names:
+      assert name in exporting.__all__
+      assert getattr(exporting, name) is getattr(importlib.import_module(module), name)
+      assert package != 'moe.routing' or name in moe.__all__
+
+
 def _callables():
   """Yield all functions, classes and methods that are attributes of modules of the trusted packages and of gin."""
   for package in (t5x_lite, moe):

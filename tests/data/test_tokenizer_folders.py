@@ -1,5 +1,6 @@
 """Vocabularies of Hugging Face folders. transformers' own tokenizers are compared with in tests/interop."""
 
+import copy
 import importlib.util
 import json
 import os
@@ -283,6 +284,50 @@ def test_byte_level_bpe_must_fit_the_rows(tmp_path):
   _folder(tmp_path / 'x', config={'vocab_size': 6})
   with pytest.raises(ConfigError, match='at most vocab_size=6 ids .*, got 7'):
     tokenizer_folders.hugging_face_vocabulary(folder)
+
+
+def test_tokens_after_an_added_end_token_keep_their_ids(tmp_path):
+  """The library numbers added tokens in their order, so none may be left out to hide it from texts."""
+  pytest.importorskip('tokenizers')
+  folder = _merges_folder(
+    tmp_path / 'x', tokenizer_class='GPT2Tokenizer', pad_token='<pad>', eos_token='<end>'
+  )
+  _folder(
+    tmp_path / 'x',
+    added_tokens={'<end>': 7, '<sep>': 8, '<extra_id_0>': 9, '<last>': 10},
+    config={},
+  )
+  vocabulary = tokenizer_folders.hugging_face_vocabulary(folder)
+  assert (vocabulary.eos_id, vocabulary.sentinel_id, vocabulary.vocab_size) == (7, 9, 11)
+  assert vocabulary.encode('a<sep>b<extra_id_0>c<last>') == [4, 8, 5, 9, 6, 10]
+  assert vocabulary.encode_literally('a<sep><last>') == [4, 8, 10]
+  assert 7 not in vocabulary.encode('a<end>')
+  assert 9 not in vocabulary.encode_literally('a<extra_id_0>')
+  assert vocabulary.decode([4, 8, 5, 9, 7, 6]) == 'a<sep>b<extra_id_0>'
+
+
+def test_equal_vocabularies_load_their_tokenizer_once(tmp_path, monkeypatch):
+  tokenizers = pytest.importorskip('tokenizers')
+  folder = _merges_folder(tmp_path / 'x')
+  texts = []
+
+  class Tokenizer:
+    def from_str(text):
+      texts.append(text)
+      return original.from_str(text)
+
+  original = tokenizers.Tokenizer
+  monkeypatch.setattr(tokenizers, 'Tokenizer', Tokenizer)
+  vocabularies = [tokenizer_folders.hugging_face_vocabulary(folder) for _ in range(3)]
+  vocabularies.append(copy.deepcopy(vocabularies[0]))
+  assert [each.encode('abc') for each in vocabularies] == [[1, 4, 5, 6]] * 4
+  # One that encodes, one that encodes sentinels as text, and one that decodes.
+  assert len(texts) == 3
+  # Another content at the same path is another tokenizer.
+  (tmp_path / 'x' / 'merges.txt').write_text('#version: 0.2\n')
+  vocab = json.loads((tmp_path / 'x' / 'vocab.json').read_text())
+  _folder(tmp_path / 'x', vocab={**vocab, 'a': 5, 'b': 4})
+  assert tokenizer_folders.hugging_face_vocabulary(folder).encode('abc') == [1, 5, 4, 6]
 
 
 def test_rejected_without_folder_or_number(tmp_path, model_file):
@@ -666,6 +711,41 @@ def test_a_folder_is_copied(tmp_path, model_file):
   (tmp_path / 'x' / 'tokenizer_config.json').unlink()
   assert 'tokenizer.json' in tokenizer_files.write(target, get_family('t5_1_1'), source)
   assert tokenizer_folders.hugging_face_vocabulary(str(target)).extra_ids == 100
+
+
+@pytest.mark.parametrize('has_json', [False, True])
+def test_files_of_other_tokenizers_are_exported_unchanged(tmp_path, has_json):
+  """By the folder and by the vocabulary; spaces and the order of keys are as in no file that we write."""
+  pytest.importorskip('tokenizers')
+  source = _merges_folder(tmp_path / 'x', add_prefix_space=False)
+  _folder(
+    tmp_path / 'x',
+    special_tokens_map='{ "pad_token":"<pad>" ,"eos_token" : "</s>"}\n\n',
+    added_tokens='{"<extra_id_0>":7 }',
+    config={'vocab_size': 8},
+  )
+  names = {'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json'}
+  if has_json:
+    contents = tokenizer_folders.hugging_face_vocabulary(source).contents
+    (tmp_path / 'x' / 'tokenizer.json').write_text(
+      json.dumps(json.loads(contents), indent=3, sort_keys=True) + ' \n'
+    )
+    for name in ('vocab.json', 'merges.txt'):
+      (tmp_path / 'x' / name).unlink()
+    names |= {'tokenizer.json'}
+  else:
+    names |= {'vocab.json', 'merges.txt'}
+  vocabulary = tokenizer_folders.hugging_face_vocabulary(source)
+  for number, tokenizer in enumerate((source, vocabulary)):
+    target = tmp_path / f'out_{number}'
+    target.mkdir()
+    written = tokenizer_files.write(target, get_family('t5_1_0'), tokenizer, vocab_size=8)
+    assert set(written) == names == {path.name for path in target.iterdir()}
+    for name in names:
+      assert (target / name).read_bytes() == (tmp_path / 'x' / name).read_bytes()
+    assert tokenizer_folders.hugging_face_vocabulary(str(target)) == vocabulary
+  with pytest.raises(CheckpointError, match='at most vocab_size=7 ids'):
+    tokenizer_files.write(tmp_path, get_family('t5_1_0'), vocabulary, vocab_size=7)
 
 
 @pytest.mark.parametrize('with_json', [False, True])

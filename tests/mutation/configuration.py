@@ -46,6 +46,13 @@ MUTANTS = (
     'tests/configuration/test_configurable_names.py::test_an_object_does_not_pretend_to_be_a_listed_one',
   ),
   Mutant(
+    'optimizers_are_listed_without_being_exported',
+    't5x_lite/lazy_names.py',
+    '  for module, names in itertools.chain.from_iterable(table.items() for table in tables):',
+    '  for module, names in tables[-1].items():',
+    'tests/configuration/test_configurable_names.py::test_optimizers_and_routers_are_exported_by_being_listed',
+  ),
+  Mutant(
     'functions_that_write_may_be_called_in_values',
     't5x_lite/configuration/binding.py',
     'self.configurable(selector, location, is_called=value.evaluate)',

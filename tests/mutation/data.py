@@ -97,9 +97,23 @@ MUTANTS = (
   Mutant(
     'a_text_may_have_the_end_token',
     't5x_lite/data/text/hugging_face.py',
-    'hidden = {self._special.pad, self._special.eos}',
+    'hidden = {special.pad, special.eos}',
     'hidden = set()',
     'tests/interop/test_tokenizers.py::test_no_text_has_the_padding_or_the_end_of_byte_level_bpe',
+  ),
+  Mutant(
+    'added_tokens_that_are_hidden_shift_later_ids',
+    't5x_lite/data/text/hugging_face.py',
+    "elif token['content'] not in in_model:\n",
+    'elif False:\n',
+    'tests/data/test_tokenizer_folders.py::test_tokens_after_an_added_end_token_keep_their_ids',
+  ),
+  Mutant(
+    'each_vocabulary_loads_its_tokenizer',
+    't5x_lite/data/text/hugging_face.py',
+    '@functools.lru_cache(maxsize=4)',
+    '@functools.lru_cache(maxsize=0)',
+    'tests/data/test_tokenizer_folders.py::test_equal_vocabularies_load_their_tokenizer_once',
   ),
   Mutant(
     'a_tokenizer_may_have_another_end_than_its_model',
@@ -121,6 +135,52 @@ MUTANTS = (
     '  if others:\n    options',
     '  if False:\n    options',
     'tests/models/test_encoder_decoder.py::test_stop_token_ids_of_the_model_end_sequences',
+  ),
+  Mutant(
+    'exports_name_the_tokenizer_of_t5',
+    't5x_lite/checkpoints/hugging_face/writer.py',
+    'if tokenizer_class is not None:',
+    'if False:',
+    'tests/checkpoints/hugging_face/test_tokenizer_files.py'
+    '::test_config_json_names_the_class_of_a_copied_tokenizer',
+  ),
+  Mutant(
+    'the_end_tokens_of_generation_config_json_are_not_read',
+    't5x_lite/checkpoints/hugging_face/config_json.py',
+    "del found['pad_token_id']",
+    "del found['eos_token_id']",
+    'tests/apps/convert/test_plan.py'
+    '::test_special_ids_are_kept_and_what_t5x_cannot_represent_is_said',
+  ),
+  Mutant(
+    'training_and_decoding_may_start_with_different_ids',
+    't5x_lite/checkpoints/hugging_face/config_json.py',
+    "found['decoder_start_token_id'] not in (None, start):",
+    'False:',
+    'tests/checkpoints/hugging_face/test_config_json.py'
+    '::test_special_ids_of_generation_config_json',
+  ),
+  Mutant(
+    'a_tokenizer_of_a_run_that_is_gone_is_left_out',
+    't5x_lite/apps/convert/origin.py',
+    "  reason = 'got none'\n",
+    '  if not files.path(folder).is_dir():\n    return None\n',
+    'tests/apps/convert/test_origin.py::test_an_exported_run_has_the_tokenizer_of_its_folder',
+  ),
+  Mutant(
+    'a_start_token_is_lost_in_the_format_of_t5x_without_a_word',
+    't5x_lite/apps/convert/targets.py',
+    'if start != 0:',
+    'if False:',
+    'tests/apps/convert/test_plan.py'
+    '::test_special_ids_are_kept_and_what_t5x_cannot_represent_is_said',
+  ),
+  Mutant(
+    'suggested_flags_lack_the_start_token',
+    't5x_lite/checkpoints/hugging_face/gin_files.py',
+    'if architecture.decoder_start_token_id != 0:',
+    'if False:',
+    'tests/checkpoints/hugging_face/test_config_json.py::test_gin_files_are_suggested',
   ),
   Mutant(
     'exports_have_the_end_token_of_t5',

@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
 
+from benchmarks import optimizer_records
 import moe
 from moe import __main__ as moe_program
 from moe import metrics as moe_metrics
@@ -66,11 +67,10 @@ _PAGES = {
   )
 }
 
-sys.path[:0] = [str(_ROOT / 'docs'), str(_ROOT / 'benchmarks')]
+sys.path.insert(0, str(_ROOT / 'docs'))
 tables = importlib.import_module('tables')
-optimizer_records = importlib.import_module('optimizer_records')
 
-del sys.path[:2]
+del sys.path[0]
 
 _REFERENCE = _PAGES['docs/configuration.md'] + _PAGES['docs/moe.md']
 _TABLE = re.compile(r'<!-- (?P<kind>[\w ]+?)(?:: (?P<what>[^>]*?))? -->\n\n(?P<rows>(?:\|.*\n)+)')
@@ -154,7 +154,7 @@ def test_choices_of_a_flag_stay_in_its_cell():
 
 def test_no_block_is_left():
   for text in _PAGES.values():
-    assert not re.search(r'```\{(parameters|flags|t5x)', tables.expand(text))
+    assert not re.search(r'```\{(parameters|flags|t5x|measurements)', tables.expand(text))
 
 
 def test_tables_show_defaults_and_the_descriptions_of_base_classes():
@@ -493,6 +493,30 @@ def test_own_seqio_task(shown_files, capsys):
     seqio.MixtureRegistry.remove('numbers_and_keywords')
 
 
+def _seams():
+  """Returns (cell of the example, cell of the files inside) of each row in the table of seams."""
+  (rows,) = [
+    match['rows'] for match in _TABLE.finditer(_PAGES['docs/design.md']) if match['kind'] == 'seams'
+  ]
+  return [
+    [cell.strip() for cell in line.strip('|').split('|')][1:] for line in rows.splitlines()[2:]
+  ]
+
+
+@pytest.mark.parametrize('example, inside', _seams())
+def test_seams_have_the_lines_and_files_that_are_said(example, inside):
+  if link := re.fullmatch(r'\[(.*)\]\((.*)#.*\): (\d+)', example):
+    shown = {m['name']: m['text'] for m in _NAMED_BLOCK.finditer(_PAGES[f'docs/{link[2]}'])}
+    assert int(link[3]) == sum(shown[name].count('\n') for name in _names(link[1]))
+  else:
+    assert example.startswith('none: ')
+  number, _, files = inside.partition(': ')
+  assert int(number) == len(files.split(';'))
+  for name in _names(files):
+    if '/' in name:
+      assert any((folder / name).exists() for folder in (_ROOT, _ROOT / 't5x_lite')), name
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Optimizers
 
@@ -556,9 +580,28 @@ def test_optimizers_have_the_rate_and_the_state_that_are_said(stem, rate, state)
       assert optimizer_records.state_text(record.bytes_per_param) == state
 
 
-@pytest.mark.parametrize('page', optimizer_records.PAGES)
-def test_figures_of_optimizers_are_recorded(page):
-  assert optimizer_records.faults(page, _PAGES[page], _RECORDS) == []
+def test_ratios_of_optimizers_are_recorded():
+  assert optimizer_records.faults(_OPTIMIZERS, _RECORDS) == []
+
+
+def test_the_page_of_benchmarks_has_all_records_of_optimizers():
+  (what,) = _blocks('measurements')
+  rows = [
+    [cell.strip() for cell in line.strip('|').split('|')]
+    for line in tables.measurement_table(what).splitlines()
+  ]
+  head, _, *figures = rows
+  assert {len(row) for row in rows} == {1 + 2 * 5} and 'T5 small: step, ms' in head
+  assert {(_names(row[0])[0], params) for row in figures for params in ('set', 't5_small')} == set(
+    _RECORDS
+  )
+  with pytest.raises(ValueError, match="got 'other.jsonl'"):
+    tables.expand('```{measurements}\nother.jsonl\n```')
+  (adam,) = [row for row in figures if row[0] == '`adam`']
+  record = _RECORDS['adam', 't5_small']
+  assert [float(cell) for cell in adam[6:]] == pytest.approx(
+    [record.step_ms, record.slowest_ms, record.ratio, record.compile_s, 8], rel=5e-3
+  )
 
 
 def test_records_of_optimizers_are_measurements():
@@ -581,13 +624,13 @@ def test_made_up_figures_of_optimizers_are_noticed():
   made_up = re.sub(r'[\d.]+ (\| [\d.]+ \| \|)$', r'0.77 \1', row, flags=re.MULTILINE)
   unmeasured = row.replace('`adamw`', '`my_adamw`')
   changes = (
-    (made_up, 'adamw', 'shows the figures 0.77, '),
+    (made_up, 'adamw', 'shows the ratios 0.77, '),
     (row + unmeasured, 'my_adamw', 'has no record for set and t5_small'),
     ('', 'adamw', 'the record of `adamw` has no row'),
   )
   for changed, name, said in changes:
     text = _OPTIMIZERS.replace(row, changed)
-    (fault,) = optimizer_records.faults('docs/optimizers.md', text, _RECORDS)
+    (fault,) = optimizer_records.faults(text, _RECORDS)
     assert f'`{name}`' in fault and said in fault
     assert f'python benchmarks/optimizers.py --only {name} --record' in fault
 

@@ -1,7 +1,9 @@
 """Recipes that begin with a Hugging Face folder: sizes, weights and vocabulary from it, chosen parameters alone."""
 
+import gzip
 import json
 import math
+import pathlib
 import re
 
 import gin
@@ -24,6 +26,7 @@ from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.networks import t5
 from tests import hub_cache
 
+_ROOT = pathlib.Path(__file__).parents[2]
 _CHOSEN = re.compile(r'norm/scale$|rel_embedding$|/encoder_decoder_attention/')
 _TINY = dict(
   vocab_size=384,
@@ -193,6 +196,65 @@ def test_one_binding_fine_tunes_chosen_parameters(tmp_path, monkeypatch):
   assert set(back.tensors.entries) == set(
     hugging_face.HuggingFaceFolder(tmp_path / 'folder').tensors.entries
   )
+
+
+def _write_byte_level_bpe(folder):
+  """Adds the stored byte-level BPE with 100 sentinels, in the files of CodeT5."""
+  stored = _ROOT / 'tests' / 'golden' / 'interop' / 'byte_level_bpe.json.gz'
+  model = json.loads(gzip.decompress(stored.read_bytes()))
+  size = len(model['vocab'])
+  sentinels = {f'<extra_id_{99 - i}>': size + i for i in range(100)}
+  jsons = {
+    'vocab': model['vocab'],
+    'added_tokens': sentinels,
+    'tokenizer_config': {'tokenizer_class': 'RobertaTokenizer'},
+  }
+  for name, value in jsons.items():
+    (folder / f'{name}.json').write_text(json.dumps(value))
+  (folder / 'merges.txt').write_text('\n'.join(map(' '.join, model['merges'])), encoding='utf-8')
+
+
+def test_a_walk_with_a_byte_level_bpe(tmp_path, monkeypatch, capsys):
+  """A folder of CodeT5's form is shown, trained and exported; a resumed run rejects another tokenizer."""
+  pytest.importorskip('tokenizers')
+  monkeypatch.setenv('XLA_FLAGS', '')
+  folder = tmp_path / 'codet5'
+  _write_folder(folder, vocab_size=700, eos_token_ids=(2,), **_UNSCALED)
+  _write_byte_level_bpe(folder)
+
+  def train(*flags):
+    return cli.main(
+      [
+        'train',
+        '--gin_file=recipes/finetune_from_hf.gin',
+        f'--gin.MODEL_DIR={tmp_path / "run"}',
+        f'--gin.INITIAL_CHECKPOINT_PATH={folder}',
+        '--gin.BATCH_SIZE=8',
+        '--gin.train_script.train.infer_eval_dataset_cfg=None',
+        '--gin.train_script.train.train_eval_dataset_cfg=None',
+        *flags,
+      ]
+    )
+
+  assert train('--dry_run') == 0
+  assert (
+    'Vocabulary  vocab.json of codet5 (byte-level BPE): 700 ids, padding 0, end 2, start 0\n'
+    in capsys.readouterr().out
+  )
+  assert train('--gin.TRAIN_STEPS=1') == 0
+  assert cli.main(['convert', str(tmp_path / 'run'), f'{tmp_path}/out', '--to=hugging_face']) == 0
+  assert f'The tokenizer is that of the run, {folder} (config.gin).' in capsys.readouterr().out
+  for name in ('vocab.json', 'merges.txt', 'added_tokens.json', 'tokenizer_config.json'):
+    assert (tmp_path / 'out' / name).read_bytes() == (folder / name).read_bytes()
+  config = json.loads((tmp_path / 'out' / 'config.json').read_text())
+  assert (config['eos_token_id'], config['tokenizer_class']) == (2, 'RobertaTokenizer')
+  vocab = json.loads((folder / 'vocab.json').read_text())
+  vocab['a'], vocab['b'] = vocab['b'], vocab['a']
+  (folder / 'vocab.json').write_text(json.dumps(vocab))
+  for flags in (['--gin.TRAIN_STEPS=2'], ['--gin.TRAIN_STEPS=2', '--dry_run']):
+    assert train(*flags) == 2
+    assert 'holds a position in other data than those of this run' in capsys.readouterr().err
+  assert checkpoints.all_steps(tmp_path / 'run') == [1]
 
 
 @pytest.mark.parametrize('fields, extra_ids', [({}, 100), (dict(relpos_per_layer=True), 300)])

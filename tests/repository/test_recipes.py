@@ -106,7 +106,7 @@ def test_walk_of_the_page_on_weights(tmp_path):
       ]
       for recipe in ('finetune_from_hf', 'finetune_chosen_params')
     ),
-    ['convert', 'runs/finetune_from_hf', 'hf/cloze', '--to=hugging_face', '--tokenizer=hf/docs'],
+    ['convert', 'runs/finetune_from_hf', 'hf/cloze', '--to=hugging_face'],
   ]
   env = {name: value for name, value in os.environ.items() if name != 'XLA_FLAGS'} | {
     'PYTHONPATH': str(_ROOT)

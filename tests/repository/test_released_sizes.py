@@ -44,9 +44,9 @@ _MT5 = 'Xue et al. 2021; t5x/examples/t5/mt5'
 _UMT5 = 'Chung et al. 2023; t5x/examples/scalable_t5/umt5; config.json of umt5-base and umt5-xxl in public repositories'
 _BYT5 = 'Xue et al. 2022, table 1; t5x/examples/t5/byt5; config.json of byt5-small and -large in public repositories'
 _SWITCH = 'Fedus et al. 2021; transformers, convert_switch_transformersx_checkpoint_to_flax.py'
-_CODET5 = (
-  'config.json of codet5-small, of codet5-base-codexglue-* (fine-tuned), of codet5-large-ntp-py'
-)
+# Not of the models themselves, but of models that were trained from them, which have their sizes.
+_CODET5_BASE = 'config.json of codet5-base-codexglue-*, fine-tuned from codet5-base'
+_CODET5_LARGE = 'config.json of codet5-large-ntp-py, trained further from codet5-large'
 _CODET5P = 'config.json of models that were fine-tuned from codet5p-220m and codet5p-770m'
 _MADLAD = 'config.json of google/madlad400-3b-mt, -7b-mt-bt and -10b-mt'
 _UL2 = 'config.json of google/ul2 and google/flan-ul2; Tay et al. 2022'
@@ -160,9 +160,9 @@ _ROWS = [
   _Row('byt5_large', 'byt5-large', (1536, 16, 64, 3840, 36, 12), _BYT5),
   _Row('byt5_xl', 'byt5-xl', (2560, 32, 64, 6720, 36, 12), _BYT5),
   _Row('byt5_xxl', 'byt5-xxl', (4672, 64, 64, 12352, 36, 12), _BYT5),
-  _Row('codet5_small', 'codet5-small', (512, 8, 64, 2048, 6, 6), _CODET5),
-  _Row('codet5_base', 'codet5-base', (768, 12, 64, 3072, 12, 12), _CODET5),
-  _Row('codet5_large', 'codet5-large', (1024, 16, 64, 4096, 24, 24), _CODET5),
+  _Row('codet5_small', 'codet5-small', (512, 8, 64, 2048, 6, 6), 'config.json of codet5-small'),
+  _Row('codet5_base', 'codet5-base', (768, 12, 64, 3072, 12, 12), _CODET5_BASE),
+  _Row('codet5_large', 'codet5-large', (1024, 16, 64, 4096, 24, 24), _CODET5_LARGE),
   _Row('codet5p_220m', 'codet5p-220m', (768, 12, 64, 3072, 12, 12), _CODET5P),
   _Row('codet5p_770m', 'codet5p-770m', (1024, 16, 64, 4096, 24, 24), _CODET5P),
   _Row('madlad400_3b', 'madlad400-3b-mt', (1024, 16, 128, 8192, 32, 32), _MADLAD),

@@ -172,3 +172,8 @@ def test_errors_do_not_show_the_token(monkeypatch, tmp_path):
     with pytest.raises(errors.CheckpointError, match=r'\(token\) may not write') as error:
       hub.push(tmp_path, _NAME)
   assert hub_uploads.TOKEN not in str(error.value) and error.value.__cause__ is None
+
+
+def test_a_folder_is_shown_by_the_name_of_its_model():
+  assert hub.shown_name('/cache/models--google--t5/snapshots/0a1b') == 'google/t5'
+  assert hub.shown_name('/models/t5/') == 't5'

@@ -26,6 +26,7 @@ from t5x_lite.formatting import format_number
 from t5x_lite.formatting import format_table
 from t5x_lite.formatting import printable
 from t5x_lite.storage import files
+from t5x_lite.storage import hub
 from t5x_lite.storage import json_lines
 from t5x_lite.trainer import non_finite
 from t5x_lite.trainer import summaries
@@ -105,7 +106,7 @@ def describe_vocabulary(vocabulary: Any, decoder_start_id: int) -> str:
   origin = repr(vocabulary)
   if isinstance(vocabulary, HuggingFaceVocabulary):
     folder, name = os.path.split(vocabulary.path)
-    origin = f'{name} of {os.path.basename(folder)} ({vocabulary.kind})'
+    origin = f'{name} of {hub.shown_name(folder)} ({vocabulary.kind})'
   return (
     f'{origin}: {vocabulary.vocab_size:,} ids, padding {vocabulary.pad_id}, end {vocabulary.eos_id}, '
     f'start {decoder_start_id}'

@@ -119,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     '--tokenizer',
     metavar='PATH',
     help='tokenizer to copy: a sentencepiece model such as spiece.model, a Hugging Face folder or '
-    'hf://OWNER/NAME; default: that of a Hugging Face SOURCE',
+    'hf://OWNER/NAME; default: that of a Hugging Face SOURCE, or of the folder that the run of SOURCE started from',
   )
   folder.add_argument(
     '--max_shard_size',

@@ -32,7 +32,7 @@ class HuggingFaceTarget(targets.Target):
 
   Attributes:
     family: family of the model; None detects it.
-    tokenizer: file or folder with the tokenizer; None for that of the source, if any.
+    tokenizer: file or folder with the tokenizer; None for that of the source or of its run, if any.
     max_shard_size: maximum number of bytes of a file of weights; None for the default.
     push: OWNER/NAME of a new or empty repository of the hub, to which the folder is uploaded; None for no upload.
   """
@@ -117,8 +117,12 @@ class HuggingFaceTarget(targets.Target):
     if isinstance(source, sources.HuggingFaceSource):
       folder = source.folder
     architecture = source_network.architecture_of(source, plan)
-    if folder is None and self.tokenizer is not None:
-      architecture = _with_special_ids(architecture, files.path(self.tokenizer))
+    path = self.tokenizer
+    if folder is None:
+      path = path or origin.tokenizer_of_run(source)
+      architecture = _with_special_ids(architecture, path)
+    if path != self.tokenizer:
+      notes.append(f'The tokenizer is that of the run, {path} (config.gin).')
     if folder is None and not plan.network.get('mlp_activations'):
       notes.append(
         'The checkpoint does not record the MLP activations and the maximum distance of the position biases. '
@@ -139,7 +143,7 @@ class HuggingFaceTarget(targets.Target):
         f'transformers limits an expert to {architecture.expert_capacity} tokens per sequence and drops '
         'further ones; to avoid this, set expert_capacity in config.json to the longest sequence.'
       )
-    tokenizer, has_tokenizer = _try_tokenizer(self.tokenizer, source, family, architecture, notes)
+    tokenizer, has_tokenizer = _try_tokenizer(path, source, family, architecture, notes)
     return dataclasses.replace(
       job,
       # Each expert has its own tensor.
@@ -199,12 +203,12 @@ class HuggingFaceTarget(targets.Target):
 
 
 def _with_special_ids(
-  architecture: hugging_face.Architecture, tokenizer: files.Path
+  architecture: hugging_face.Architecture, tokenizer: str | None
 ) -> hugging_face.Architecture:
-  """Return the architecture with the special ids of the folder that the tokenizer is from."""
-  if not (tokenizer / 'config.json').is_file():
+  """Return the architecture with the special ids of the folder that the tokenizer is from, if it is from one."""
+  if tokenizer is None or not (files.path(tokenizer) / 'config.json').is_file():
     return architecture
-  config = config_json.read(tokenizer, 'config.json')
+  config = config_json.read_config(files.path(tokenizer))
   return dataclasses.replace(architecture, **config_json.special_ids(config))
 
 

@@ -1,4 +1,4 @@
-"""Facts about the origin of weights, for the model card of an exported folder."""
+"""Facts about the origin of weights: the tokenizer, and those in the model card of an exported folder."""
 
 import ast
 import re
@@ -8,14 +8,14 @@ from t5x_lite import checkpoints
 from t5x_lite.checkpoints import sources
 from t5x_lite.checkpoints.hugging_face.model_card import README_FILE
 from t5x_lite.checkpoints.hugging_face.model_card import Origin
-from t5x_lite.errors import CheckpointError
+from t5x_lite.errors import CheckpointError, ConfigError, T5xLiteError
 from t5x_lite.storage import files
 from t5x_lite.storage import untrusted
 
 _HUB = 'hf://'
 # Metrics of evaluations that say something about the model; the others describe the batches.
 _METRICS_RE = re.compile(r'inference_eval/.+|training_eval/.+/(loss|accuracy)')
-# A run may start from a run that started from a run.
+# A run may start from a run that started from a run, and a macro may name a macro.
 _MAX_RUNS = 20
 
 
@@ -59,14 +59,59 @@ def _base(path: str, metadata: Any) -> tuple[str | None, str | None]:
 
 def _start_of_run(checkpoint: str) -> str | None:
   """Return the path that the run of a checkpoint started from, or None if its config.gin has none."""
+  return _text_of(_bound(_config_of_run(checkpoint), 'INITIAL_CHECKPOINT_PATH'))
+
+
+def tokenizer_of_run(source: sources.StateSource) -> str | None:
+  """Return the Hugging Face folder of the vocabulary of a checkpoint's run, by config.gin; None without one.
+
+  Raises:
+    ConfigError: the folder does not exist.
+  """
+  config = _config_of_run(source.path)
+  vocabulary = _bound(config, 'output_vocabulary')
+  folder = _text_of(_bound(config, 'hugging_face_vocabulary.folder'))
+  if folder is None or not re.fullmatch(r'@[\w.]*hugging_face_vocabulary\(\)', vocabulary):
+    return None
+  reason = 'got none'
+  try:
+    if files.path(folder).is_dir():
+      return folder
+  except (
+    T5xLiteError
+  ) as error:  # A model of the hub that is not in the cache, or a store that cannot be reached.
+    reason = str(error).rstrip('.')
+  raise ConfigError(
+    f'The folder of the tokenizer of the run of {source.path!r}, {folder!r} in its config.gin, must exist: {reason}. '
+    'Name a copy: --tokenizer=PATH.'
+  )
+
+
+def _config_of_run(checkpoint: str) -> str:
+  """Return the config.gin of the run of a checkpoint, or an empty text without one."""
   folder = files.path(checkpoint).parent
   if checkpoint.startswith(_HUB) or not (folder / 'config.gin').is_file():
+    return ''
+  return untrusted.read_limited(folder, 'config.gin').decode(errors='replace')
+
+
+def _bound(config: str, name: str) -> str:
+  """Return the text of the value that is bound to the end of a name, through macros; empty without one."""
+  for _ in range(_MAX_RUNS):
+    found = re.search(rf'^(?:[\w.]+\.)?{re.escape(name)} = (?:\\\n\s*)?(.+)$', config, re.MULTILINE)
+    if found is None or not found[1].startswith('%'):
+      return found[1] if found else ''
+    name = found[1].removeprefix('%')
+  return ''
+
+
+def _text_of(value: str) -> str | None:
+  """Return a text of gin from its literal; None for any other value."""
+  try:
+    text = ast.literal_eval(value)
+  except (SyntaxError, ValueError):
     return None
-  text = untrusted.read_limited(folder, 'config.gin').decode(errors='replace')
-  found = re.search(r"^INITIAL_CHECKPOINT_PATH = (?:\\\n\s*)?('.*'|\".*\")$", text, re.MULTILINE)
-  if found is None:
-    return None
-  return ast.literal_eval(found[1])
+  return text if isinstance(text, str) else None
 
 
 def _base_of_folder(path: str) -> tuple[str | None, str | None]:

@@ -275,6 +275,12 @@ class T5xTarget(StateTarget):
         f'Warning: the norms of this network add {epsilon} (layer_norm_epsilon), which this format does not record. '
         f"T5X's networks add {StackConfig.layer_norm_epsilon}: their results differ."
       )
+    start = network.get('decoder_start_token_id', 0)
+    if start != 0:
+      remarks.append(
+        f'Warning: the decoder of this network starts with id {start} (decoder_start_token_id), which this format does '
+        "not record. T5X's decoders start with id 0: their results differ."
+      )
     return remarks
 
   def write(self, folder: files.Path, job: Job, make: MakeFn) -> None:

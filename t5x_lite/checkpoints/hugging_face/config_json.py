@@ -16,6 +16,7 @@ from t5x_lite.errors import CheckpointError
 from t5x_lite.storage import files
 from t5x_lite.storage import untrusted
 
+GENERATION_CONFIG_FILE = 'generation_config.json'
 MODEL_TYPES = ('t5', 'mt5', 'umt5', 'switch_transformers')
 
 # transformers' names of activations to ours. `gelu` is exact there and the approximation by tanh here.
@@ -390,6 +391,33 @@ def _log_null_epsilon(folder: str) -> None:
   logging.getLogger(__name__).info(
     '%s: layer_norm_epsilon of config.json is null: the norms add %s.', folder, _LAYER_NORM_EPSILON
   )
+
+
+def read_config(folder: files.Path) -> dict[str, Any]:
+  """Return the `config.json` of a folder, with the end and start tokens of its `generation_config.json`, if any.
+
+  Raises:
+    CheckpointError: a file is damaged, or the two have different start tokens.
+  """
+  config = read(folder, 'config.json')
+  if not (folder / GENERATION_CONFIG_FILE).is_file():
+    return config
+  generation = read(folder, GENERATION_CONFIG_FILE)
+  found = {key: generation.get(key) for key in _SPECIAL_IDS}
+  checks.check(GENERATION_CONFIG_FILE, found, CheckpointError, **_SPECIAL_IDS)
+  start = config.get('decoder_start_token_id')
+  if start is not None and found['decoder_start_token_id'] not in (None, start):
+    # transformers trains with one and decodes with the other; our models have one for both.
+    raise checks.invalid(
+      str(folder / GENERATION_CONFIG_FILE),
+      'decoder_start_token_id',
+      f'{start}, as in config.json',
+      found['decoder_start_token_id'],
+      'Set both to the id with which the model was trained.',
+      CheckpointError,
+    )
+  del found['pad_token_id']
+  return config | {key: value for key, value in found.items() if value is not None}
 
 
 def read(folder: files.Path, name: str) -> dict[str, Any]:

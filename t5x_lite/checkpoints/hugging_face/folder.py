@@ -50,7 +50,7 @@ class HuggingFaceFolder:
 
   Attributes:
     path: path of the folder; that in the cache for the name of a model of the Hugging Face hub.
-    config: contents of `config.json`.
+    config: contents of `config.json`, see `config_json.read_config`.
     family: family of the model.
     architecture: architecture of the network.
     tensors: the tensors by their names in the files.
@@ -105,7 +105,7 @@ class HuggingFaceFolder:
       raise CheckpointError(
         f'{self.path} must be a folder that transformers saved, got one without {CONFIG_FILE}. {remedy}'
       )
-    return config_json.read(self.path, CONFIG_FILE)
+    return config_json.read_config(self.path)
 
   @functools.cached_property
   def _embeddings(self) -> list[str]:

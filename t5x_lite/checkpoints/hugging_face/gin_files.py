@@ -129,6 +129,12 @@ def suggest_gin(architecture: Architecture, family: Family) -> GinSuggestion:
     bindings.append(
       f'{name.upper()}={value}' if of_layers else f'network.T5Config.{name}={value!r}'
     )
+  # An end token alone is that of the vocabulary.
+  if len(architecture.eos_token_ids) > 1:
+    bindings.append(f'models.EncoderDecoderModel.stop_token_ids={architecture.eos_token_ids}')
+  if architecture.decoder_start_token_id != 0:
+    start = architecture.decoder_start_token_id
+    bindings.append(f'models.EncoderDecoderModel.decoder_start_id={start}')
   problem = None
   if family.is_sparse:
     more, problem = _sparse(architecture, SIZES[family.name][file.removeprefix('switch_')])
@@ -143,7 +149,7 @@ def suggest_gin(architecture: Architecture, family: Family) -> GinSuggestion:
 
 
 def _released(family: Family, eos_token_ids: tuple[int, ...]) -> dict[str, dict[str, Any]]:
-  """Return the arguments of `T5Config` in a family's model files with one of the end tokens, by file."""
+  """Return the arguments of `T5Config` in a family's model files, by file: those with one of the end tokens, if any."""
   tied = family.name in ('t5_1_0', 'switch')
   common = {
     'vocab_size': VOCAB_SIZES[family.name],
@@ -154,15 +160,14 @@ def _released(family: Family, eos_token_ids: tuple[int, ...]) -> dict[str, dict[
     'num_relpos_buckets': 32,
     'max_relpos_distance': 128,
   }
-  files: dict[str, Mapping[str, Any]] = {
+  sizes: dict[str, Mapping[str, Any]] = {
     f'{family.name}_{size}': {'sizes': sizes} for size, sizes in SIZES[family.name].items()
   }
-  for name, own in FORMS.get(family.name, {}).items():
-    files[name] = own
+  files = {**sizes, **FORMS.get(family.name, {})}
   files = {name: own for name, own in files.items() if own.get('eos_token_id', 1) in eos_token_ids}
   return {
     name: {**common, **own, **dict(zip(_SIZE_FIELDS, own['sizes'], strict=True))}
-    for name, own in files.items()
+    for name, own in (files or sizes).items()
   }
 
 

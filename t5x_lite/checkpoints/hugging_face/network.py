@@ -35,7 +35,7 @@ def decoder_start_id(folder: str | os.PathLike[str]) -> int:
   Args:
     folder: see `stop_token_ids`.
   """
-  config = config_json.read(files.path(folder), CONFIG_FILE)
+  config = config_json.read_config(files.path(folder))
   return config_json.special_ids(config)['decoder_start_token_id']
 
 
@@ -94,7 +94,7 @@ def network_config(
     architecture = read.architecture
     family = read.family
   else:
-    config = config_json.read(path, CONFIG_FILE)
+    config = config_json.read_config(path)
     config_json.log_open_fields(config, path)
     architecture = Architecture.from_config_json(config)
     family = family_of(config)

@@ -14,6 +14,7 @@ from typing import Any
 from t5x_lite.checkpoints.hugging_face.families import Family
 from t5x_lite.data import tokenizer_folders
 from t5x_lite.data import vocabularies
+from t5x_lite.data.text.hugging_face import HuggingFaceVocabulary
 from t5x_lite.data.vocabularies import ByteVocabulary
 from t5x_lite.data.vocabularies import SentencePieceVocabulary
 from t5x_lite.data.vocabularies import Vocabulary
@@ -113,6 +114,22 @@ def write(
     f'The tokenizer must be a ByteVocabulary or a SentencePieceVocabulary, which transformers '
     f'supports, got {tokenizer!r}. Omit it to write a folder without a tokenizer.'
   )
+
+
+def class_name(folder: files.Path, tokenizer: Any) -> str | None:
+  """Return the class in transformers of a tokenizer that `write` has written, or None if no file names it."""
+  paths = [folder / TOKENIZER_CONFIG]
+  if isinstance(tokenizer, HuggingFaceVocabulary):
+    tokenizer = files.path(tokenizer.path).parent
+  if isinstance(tokenizer, str | os.PathLike):
+    paths.append(files.path(tokenizer) / 'config.json')
+  for path in paths:
+    if path.is_file():
+      content = untrusted.read_limited(path.parent, path.name)
+      name = untrusted.parse_object(content, str(path)).get('tokenizer_class')
+      if isinstance(name, str):
+        return name
+  return None
 
 
 def _copy(source: files.Path, target: pathlib.Path) -> Iterable[str]:

@@ -15,6 +15,7 @@ from t5x_lite.checkpoints.hugging_face import model_card
 from t5x_lite.checkpoints.hugging_face import names
 from t5x_lite.checkpoints.hugging_face import tokenizer_files
 from t5x_lite.checkpoints.hugging_face.architecture import Architecture
+from t5x_lite.checkpoints.hugging_face.config_json import GENERATION_CONFIG_FILE
 from t5x_lite.checkpoints.hugging_face.families import Family
 from t5x_lite.checkpoints.hugging_face.folder import CONFIG_FILE
 from t5x_lite.checkpoints.hugging_face.names import TensorRule
@@ -23,7 +24,6 @@ from t5x_lite.checkpoints.hugging_face.tensor_files import write_json
 from t5x_lite.errors import CheckpointError
 from t5x_lite.storage import files
 
-GENERATION_CONFIG_FILE = 'generation_config.json'
 DTYPES = ('float32', 'bfloat16', 'float16')
 # Limit of transformers before version 5.
 MAX_SHARD_BYTES = 5 * 10**9
@@ -81,17 +81,18 @@ def write_folder(
 
   def write(folder: pathlib.Path) -> None:
     stored = _write_weights(folder, rules, read_array, dtype, max_shard_bytes, progress)
-    write_json(
-      folder / GENERATION_CONFIG_FILE,
-      architecture.special_ids(),
-    )
+    write_json(folder / GENERATION_CONFIG_FILE, architecture.special_ids())
     written = tokenizer_files.write(folder, family, tokenizer, vocab_size=architecture.vocab_size)
     card = model_card.text_of(
       architecture, family, stored, source_note, has_tokenizer=bool(written), origin=origin
     )
     files.write(folder / model_card.README_FILE, card, durable=False)
+    config = architecture.to_config_json(family, stored)
+    tokenizer_class = tokenizer_files.class_name(folder, tokenizer)
+    if tokenizer_class is not None:
+      config['tokenizer_class'] = tokenizer_class
     # Written last: without this file the folder is not valid.
-    write_json(folder / CONFIG_FILE, architecture.to_config_json(family, stored))
+    write_json(folder / CONFIG_FILE, config)
 
   if files.is_remote(final):
     from t5x_lite.storage import uploads

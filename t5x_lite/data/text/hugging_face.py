@@ -3,8 +3,9 @@
 The tokenizer is a `tokenizer.json` of any type, or the byte-level BPE of `vocab.json` and `merges.txt`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 import dataclasses
+import functools
 import hashlib
 import json
 from typing import Any
@@ -18,6 +19,8 @@ from t5x_lite.errors import CheckpointError, ConfigError
 
 # Classes of transformers with byte-level BPE, and whether they put special tokens around a text.
 BYTE_LEVEL_CLASSES = {'Roberta': True, 'Bart': True, 'GPT2': False, 'CodeGen': False}
+# Around the id of a token that no text may have: Unicode has no character of this code.
+_NO_CHARACTER = '\ufdd0'
 # Fields that a written file may lack.
 _TOKEN_DEFAULTS = dataclasses.asdict(AddedToken(id=0, content='')) | {'special': False}
 
@@ -45,7 +48,7 @@ class SpecialTokens:
 class _Loaded:
   """The tokenizer as it was loaded: `encoder` and `literal` encode, `decoder` decodes; `ids` by token.
 
-  The other fields are read for each text: the ids that `decode` leaves out, and the number of ids.
+  The other fields: the ids that `decode` leaves out, the number of ids, and the type of tokenizer, for people.
   """
 
   encoder: Any
@@ -54,6 +57,7 @@ class _Loaded:
   ids: dict[str, int]
   control_ids: frozenset[int]
   vocab_size: int
+  kind: str
 
 
 class HuggingFaceVocabulary(Vocabulary):
@@ -80,7 +84,7 @@ class HuggingFaceVocabulary(Vocabulary):
     self._tokenizer = tokenizer
     self._special = special
     self._loaded: _Loaded | None = None
-    self._check()
+    self._load()
 
   def __getstate__(self) -> dict[str, Any]:
     # As in the base class: copies must not hold loaded objects.
@@ -88,55 +92,8 @@ class HuggingFaceVocabulary(Vocabulary):
 
   def _load(self) -> _Loaded:
     if self._loaded is None:
-      contents = json.loads(self._tokenizer)
-      contents |= {'truncation': None, 'padding': None}
-      hidden = {self._special.pad, self._special.eos}
-      decoder = self._open(contents, set())
-      ids = decoder.get_vocab(with_added_tokens=True)
-      self._loaded = _Loaded(
-        encoder=self._open(contents, hidden),
-        literal=self._open(
-          contents, hidden | {*filter(SENTINEL_PIECE.fullmatch, _added(contents))}
-        ),
-        decoder=decoder,
-        ids=ids,
-        control_ids=frozenset(ids[token] for token in self._special.controls if token in ids),
-        vocab_size=max(ids.values()) + 1,
-      )
+      self._loaded = _load(self._path, self._tokenizer, self._special)
     return self._loaded
-
-  def _open(self, contents: Mapping[str, Any], hidden: set[str | None]) -> Any:
-    """Return the tokenizer of the library, which does not find the tokens `hidden` in texts."""
-    tokens = contents.get('added_tokens') or []
-    kept = [token for token in tokens if token['content'] not in hidden]
-    tokenizers = tokenizers_module(self._path)
-    try:
-      return tokenizers.Tokenizer.from_str(json.dumps({**contents, 'added_tokens': kept}))
-    except Exception as error:  # The library has no class of its own for this.
-      raise CheckpointError(
-        f'{self._path} cannot be read by the package tokenizers ({error}). Copy the file again, or update the package: '
-        'pip install -U tokenizers.'
-      ) from error
-
-  def _check(self) -> None:
-    """Raise if the end token is missing or texts may have id 0."""
-    ids = self._load().ids
-    special = self._special
-    if special.eos not in ids:
-      raise ConfigError(
-        f'The end token of {self._path} must be one of its tokens, got eos_token={special.eos!r}, which it does not '
-        'have. Copy tokenizer_config.json and the tokenizer of the same model.'
-      )
-    names = {i: token for token, i in ids.items()}
-    contents = json.loads(self._tokenizer)
-    unknown_is_bytes = names.get(PAD_ID) == special.unk and contents['model'].get('byte_fallback')
-    in_texts = PAD_ID in self._load().encoder.encode('').ids
-    is_free = names.get(PAD_ID) in (special.pad, *special.controls) or unknown_is_bytes
-    if in_texts or not is_free or ids[special.eos] == PAD_ID:
-      raise ConfigError(
-        f'The tokenizer {self._path} must have its padding as id 0, which is padding in batches, or no text with id '
-        f'0, got {names.get(PAD_ID)!r} as id 0 and pad_token={special.pad!r}. Its models cannot be trained here.'
-      )
 
   @property
   def eos_id(self) -> int:
@@ -187,11 +144,7 @@ class HuggingFaceVocabulary(Vocabulary):
   @property
   def kind(self) -> str:
     """The type of tokenizer, for people."""
-    contents = json.loads(self._tokenizer)
-    kind = contents['model']['type']
-    if kind == 'BPE' and '"ByteLevel"' in json.dumps(contents.get('pre_tokenizer')):
-      return 'byte-level BPE'
-    return kind
+    return self._load().kind
 
   def encode(self, text: str) -> list[int]:
     """See base class."""
@@ -212,6 +165,63 @@ class HuggingFaceVocabulary(Vocabulary):
 
   def __repr__(self) -> str:
     return f'HuggingFaceVocabulary({self._path})'
+
+
+# A run makes equal vocabularies, of its model and of each task, and gin copies them.
+@functools.lru_cache(maxsize=4)
+def _load(path: str, tokenizer: str, special: SpecialTokens) -> _Loaded:
+  """Return the loaded tokenizer; see `HuggingFaceVocabulary`."""
+  contents = json.loads(tokenizer) | {'truncation': None, 'padding': None}
+  decoder = _open(path, contents)
+  hidden = {special.pad, special.eos}
+  encoder = _open(path, contents, hidden)
+  sentinels = {*filter(SENTINEL_PIECE.fullmatch, _added(contents))}
+  ids = decoder.get_vocab(with_added_tokens=True)
+  if special.eos not in ids:
+    raise ConfigError(
+      f'The end token of {path} must be one of its tokens, got eos_token={special.eos!r}, which it does not '
+      'have. Copy tokenizer_config.json and the tokenizer of the same model.'
+    )
+  names = {i: token for token, i in ids.items()}
+  model = contents['model']
+  unknown_is_bytes = names.get(PAD_ID) == special.unk and model.get('byte_fallback')
+  in_texts = PAD_ID in encoder.encode('').ids
+  is_free = names.get(PAD_ID) in (special.pad, *special.controls) or unknown_is_bytes
+  if in_texts or not is_free or ids[special.eos] == PAD_ID:
+    raise ConfigError(
+      f'The tokenizer {path} must have its padding as id 0, which is padding in batches, or no text with id '
+      f'0, got {names.get(PAD_ID)!r} as id 0 and pad_token={special.pad!r}. Its models cannot be trained here.'
+    )
+  is_byte_level = '"ByteLevel"' in json.dumps(contents.get('pre_tokenizer'))
+  return _Loaded(
+    encoder=encoder,
+    literal=_open(path, contents, hidden | sentinels),
+    decoder=decoder,
+    ids=ids,
+    control_ids=frozenset(ids[token] for token in special.controls if token in ids),
+    vocab_size=max(ids.values()) + 1,
+    kind='byte-level BPE' if model['type'] == 'BPE' and is_byte_level else model['type'],
+  )
+
+
+def _open(path: str, contents: Mapping[str, Any], hidden: Container[str | None] = ()) -> Any:
+  """Return the tokenizer of the library, which does not find the tokens `hidden` in texts."""
+  tokenizers = tokenizers_module(path)
+  tokens = []
+  try:
+    in_model = dict(contents['model']['vocab'])
+    for token in contents.get('added_tokens') or []:
+      if token['content'] not in hidden:
+        tokens.append(token)
+      elif token['content'] not in in_model:
+        # The library numbers tokens that the model lacks in their order: without this one, later ids would be lower.
+        tokens.append({**token, 'content': f'{_NO_CHARACTER}{token["id"]}{_NO_CHARACTER}'})
+    return tokenizers.Tokenizer.from_str(json.dumps({**contents, 'added_tokens': tokens}))
+  except Exception as error:  # The library has no class of its own for this.
+    raise CheckpointError(
+      f'{path} cannot be read by the package tokenizers ({error}). Copy the file again, or update the package: '
+      'pip install -U tokenizers.'
+    ) from error
 
 
 def _added(contents: Mapping[str, Any]) -> list[str]:

@@ -96,10 +96,10 @@ def _compile(path: str) -> bytes:
   """Return the normalization table of the rules in a file.
 
   sentencepiece logs its progress, and has no function that returns the log level of this process, so that a change
-  could not be undone: another process compiles.
+  could not be undone: another process compiles. With -P it imports no file of the current directory.
   """
   process = subprocess.run(
-    [sys.executable, '-c', _COMPILER, path],
+    [sys.executable, '-P', '-c', _COMPILER, path],
     capture_output=True,
     check=False,
     env=os.environ | {'PYTHONPATH': os.pathsep.join(filter(None, sys.path))},

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from t5x_lite import checkpoints
+from t5x_lite.apps.convert import formats
 from t5x_lite.checkpoints import hugging_face
 from t5x_lite.checkpoints import sources
 from t5x_lite.command_line import cli
@@ -100,7 +101,7 @@ def test_there_and_back(tmp_path, capsys):
   'flags, words',
   [
     ([], 'The following arguments are required: --to'),
-    (['--to=hf'], "`--to` must be one of 't5x_lite', 't5x', 'hugging_face'"),
+    (['--to=hf'], f'`--to` must be one of {", ".join(map(repr, formats.FORMATS))}, got'),
     (
       ['--to=hugging_face', '--max_shard_size=5 apples'],
       "must be a size such as 5GB, 500MB or 2GiB, got '5 apples'",

@@ -1,12 +1,17 @@
-"""The origin of weights in the model card: the run, and the model that it started from."""
+"""The origin of weights: the tokenizer of the run, and the model card: the run, and the model that it started from."""
+
+import dataclasses
+import json
 
 import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import tree_utils
 from t5x_lite.apps.convert import run as convert
+from t5x_lite.errors import ConfigError
 from tests import hub_cache
 from tests.apps.convert import convert_cases as cases
+from tests.checkpoints.hugging_face import hugging_face_cases
 
 _METRICS = {
   'inference_eval/cloze/exact_match': 0.4751,
@@ -22,19 +27,62 @@ def _card(source, output):
   return (output / 'README.md').read_text()
 
 
-def _run(folder, start):
+# As gin writes it; the vocabulary of the model counts, whatever other bindings there are.
+_VOCABULARY = """FOLDER = %INITIAL_CHECKPOINT_PATH
+VOCABULARY = @tokenizer_folders.hugging_face_vocabulary()
+models.EncoderDecoderModel.output_vocabulary = %VOCABULARY
+tokenizer_folders.hugging_face_vocabulary.folder = \\
+    %FOLDER
+"""
+
+
+def _run(folder, start, architecture=hugging_face_cases.SMALL):
   """Make a run with an evaluated checkpoint; return the run's directory."""
   save_cfg = checkpoints.SaveCheckpointConfig()
   with checkpoints.CheckpointManager(str(folder), save_cfg=save_cfg) as manager:
     manager.save(
       3,
-      tree_utils.unflatten_dict(cases.make_state()),
+      tree_utils.unflatten_dict(cases.make_state(architecture)),
       metadata={'param_layout': 't5', 'run': {'data': {'mixture_or_task_name': 'cloze'}}},
       metrics=_METRICS,
     )
   if start is not None:
     (folder / 'config.gin').write_text(f'A = 1\nINITIAL_CHECKPOINT_PATH = \\\n    {start!r}\n')
   return str(folder)
+
+
+def test_an_exported_run_has_the_tokenizer_of_its_folder(tmp_path):
+  folder, _ = cases.folder(
+    tmp_path / 'source', vocab_size=40, eos_token_ids=(2,), decoder_start_token_id=3
+  )
+  tokenizer = {
+    'tokenizer.json': '{"model": {"vocab": {"a": 0}}, "added_tokens": [] } ',
+    'tokenizer_config.json': '{ "eos_token": "a"}',
+  }
+  for name, text in tokenizer.items():
+    (tmp_path / 'source' / name).write_text(text)
+  architecture = dataclasses.replace(hugging_face_cases.SMALL, vocab_size=40)
+  run = _run(tmp_path / 'run', folder, architecture)
+  path = tmp_path / 'run' / 'config.gin'
+  path.write_text(path.read_text() + _VOCABULARY)
+  done = convert.convert(run, str(tmp_path / 'out'), to='hugging_face')
+  assert f'The tokenizer is that of the run, {folder} (config.gin).' in done.notes
+  assert done.has_tokenizer
+  for name, text in tokenizer.items():
+    assert (tmp_path / 'out' / name).read_text() == text
+  config = json.loads((tmp_path / 'out' / 'config.json').read_text())
+  assert (config['eos_token_id'], config['decoder_start_token_id']) == (2, 3)
+  # Another vocabulary of the model, and a folder that is gone.
+  path.write_text(path.read_text().replace('= @tokenizer', '= @vocabularies.Other()  # @tokenizer'))
+  done = convert.convert(run, str(tmp_path / 'other'), to='hugging_face')
+  assert not done.has_tokenizer and any('--tokenizer=PATH' in note for note in done.notes)
+  path.write_text(f'INITIAL_CHECKPOINT_PATH = {str(tmp_path / "gone")!r}\n{_VOCABULARY}')
+  with pytest.raises(
+    ConfigError, match="gone' in its config.gin, must exist: got none. .*--tokenizer=PATH"
+  ):
+    convert.convert(run, str(tmp_path / 'gone_out'), to='hugging_face')
+  assert not (tmp_path / 'gone_out').exists()
+  convert.convert(run, str(tmp_path / 'named'), to='hugging_face', tokenizer=folder)
 
 
 def test_the_card_names_the_task_and_the_metrics_of_the_run(tmp_path):

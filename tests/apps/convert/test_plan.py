@@ -68,6 +68,28 @@ def test_the_epsilon_of_norms_is_kept(tmp_path):
   assert any('the norms of this network add 1e-05' in note for note in theirs.notes)
 
 
+def test_special_ids_are_kept_and_what_t5x_cannot_represent_is_said(tmp_path):
+  folder, _ = given.folder(
+    tmp_path / 'folder', pad_token_id=1, eos_token_ids=(2,), decoder_start_token_id=3
+  )
+  # The end tokens are those that `generate` of transformers takes.
+  (tmp_path / 'folder' / 'generation_config.json').write_text('{"eos_token_id": [2, 5]}')
+  ours = convert.convert(folder, str(tmp_path / 'ours'), to='t5x_lite')
+  report = convert_report.describe(ours)
+  assert '--gin.models.EncoderDecoderModel.decoder_start_id=3' in report
+  assert '"--gin.models.EncoderDecoderModel.stop_token_ids=(2, 5)"' in report
+  back = convert.convert(ours.path, str(tmp_path / 'back'), to='hugging_face')
+  ids = {'decoder_start_token_id': 3, 'eos_token_id': [2, 5], 'pad_token_id': 1}
+  for name in ('config.json', 'generation_config.json'):
+    assert json.loads((tmp_path / 'back' / name).read_text()).items() >= ids.items()
+  assert back.architecture == ours.architecture
+  theirs = convert.convert(ours.path, str(tmp_path / 't5x'), to='t5x')
+  assert [note for note in theirs.notes if note.startswith('Warning')] == [
+    'Warning: the decoder of this network starts with id 3 (decoder_start_token_id), which this format does not '
+    "record. T5X's decoders start with id 0: their results differ."
+  ]
+
+
 def test_layouts_and_back_with_moments_and_average(tmp_path):
   state = given.make_state() | _trees_like_params(
     'state/param_states/0/mu/', 'state/param_states/0/nu/', 'param_average/'

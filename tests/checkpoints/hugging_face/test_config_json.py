@@ -1,5 +1,7 @@
 """Reading, checking and writing of config.json of all versions."""
 
+import json
+
 import pytest
 
 from t5x_lite.checkpoints.hugging_face import FAMILIES
@@ -7,6 +9,7 @@ from t5x_lite.checkpoints.hugging_face import Architecture
 from t5x_lite.checkpoints.hugging_face import config_json
 from t5x_lite.checkpoints.hugging_face import family_of
 from t5x_lite.checkpoints.hugging_face import guess_family
+from t5x_lite.checkpoints.hugging_face import network
 from t5x_lite.checkpoints.hugging_face import suggest_gin
 from t5x_lite.errors import CheckpointError
 from tests.checkpoints.hugging_face import hugging_face_cases as cases
@@ -296,6 +299,39 @@ def test_invalid_configurations(config, match):
     Architecture.from_config_json(config)
 
 
+@pytest.mark.parametrize(
+  'config, generation, expected',
+  [
+    ({}, None, ((1,), 0)),
+    ({'decoder_start_token_id': 2, 'eos_token_id': 3}, {}, ((3,), 2)),
+    # As `generate` of transformers, which takes the end tokens of generation_config.json.
+    ({'eos_token_id': 1}, {'eos_token_id': [1, 5], 'decoder_start_token_id': None}, ((1, 5), 0)),
+    ({'decoder_start_token_id': 2}, {'decoder_start_token_id': 2}, ((1,), 2)),
+    ({'decoder_start_token_id': None}, {'decoder_start_token_id': 4}, ((1,), 4)),
+    (
+      {'decoder_start_token_id': 0},
+      {'decoder_start_token_id': 2},
+      'generation_config.json.decoder_start_token_id` must be 0, as in config.json, got 2. Set both',
+    ),
+    ({}, {'eos_token_id': -1}, '`generation_config.json.eos_token_id` must be an id above 0'),
+    ({}, {'decoder_start_token_id': 'x'}, "generation_config.json.decoder_start.* got 'x'"),
+  ],
+)
+def test_special_ids_of_generation_config_json(tmp_path, config, generation, expected):
+  (tmp_path / 'config.json').write_text(json.dumps(config))
+  if generation is not None:
+    (tmp_path / 'generation_config.json').write_text(json.dumps(generation))
+  if isinstance(expected, str):
+    with pytest.raises(CheckpointError, match=expected):
+      config_json.read_config(tmp_path)
+    with pytest.raises(CheckpointError, match=expected):
+      network.decoder_start_id(tmp_path)
+    return
+  ids = config_json.special_ids(config_json.read_config(tmp_path))
+  assert (ids['eos_token_ids'], ids['decoder_start_token_id']) == expected
+  assert network.decoder_start_id(tmp_path) == expected[1]
+
+
 @pytest.mark.parametrize('seed', range(40))
 def test_a_written_config_is_read_as_the_same_architecture(seed):
   arch = cases.random_architecture(seed)
@@ -346,6 +382,23 @@ def test_a_written_config_is_read_as_the_same_architecture(seed):
         '--gin_file=models/t5_1_0_small.gin',
         '--gin.network.T5Config.layer_norm_epsilon=1e-05',
       ),
+    ),
+    (
+      Architecture.from_config_json(
+        _OLD_T5 | {'eos_token_id': [1, 5], 'decoder_start_token_id': 2}
+      ),
+      't5_1_0',
+      (
+        '--gin_file=models/t5_1_0_small.gin',
+        '--gin.models.EncoderDecoderModel.stop_token_ids=(1, 5)',
+        '--gin.models.EncoderDecoderModel.decoder_start_id=2',
+      ),
+    ),
+    # No file has this end token.
+    (
+      Architecture.from_config_json(_OLD_T5 | {'eos_token_id': 7}),
+      't5_1_0',
+      ('--gin_file=models/t5_1_0_small.gin',),
     ),
     (
       Architecture.from_config_json(_SWITCH),

@@ -277,8 +277,8 @@ def test_options_of_other_sources_are_errors(row):
 def test_unknown_sources_are_named_with_the_registered_ones():
   with pytest.raises(
     ConfigError,
-    match="source` must be one of 'seqio', 'builtin', 'grain', 'synthetic'"
-    ".*'sums', got 'sum'. Did you mean 'sums'.*module that registers it",
+    match=f"source` must be one of {', '.join(map(repr, base.source_names()))}, got 'sum'. "
+    "Did you mean 'sums'.*module that registers it",
   ):
     data.DatasetConfig('x', {'inputs': 4}, 'train', 1, False, 0, source='sum')
   with pytest.raises(ConfigError, match=r"source` must be one of .*got \['seqio'\]"):

@@ -21,6 +21,13 @@ def test_t5s_table():
   assert '\u32ff' not in rules and 'a' not in rules
 
 
+def test_files_in_the_current_directory_are_not_imported(tmp_path, monkeypatch):
+  (tmp_path / 'sentencepiece.py').write_text('raise ValueError')
+  monkeypatch.chdir(tmp_path)
+  table = normalization.charsmap.__wrapped__(normalization.WHITE_SPACE)
+  assert normalization.read_rules(table)['\u3000'] == ' '
+
+
 def test_other_tables():
   assert normalization.charsmap('identity') == b''
   with pytest.raises(ConfigError, match="must be one of 't5', .*Did you mean 'nfkc'"):

@@ -1,6 +1,7 @@
 """The rows of the contract table: every optimizer in every mode that has its own code path.
 
-A module of this package has `ROWS`, name to `Row`; `ROWS` here is all of them together.
+A module of this package has `ROWS`, name to `Row`; `ROWS` here is all of them together. A factory without a row there
+has one with its defaults, at the trainer's rate 0.05, so that the contract is checked for each optimizer.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,6 +11,7 @@ import pkgutil
 from typing import Any
 
 from t5x_lite import optimizers
+from t5x_lite.configuration import configurable_names
 
 # The checks of tests/optimizers/test_contract.py that a row may be excepted from.
 CHECKS = (
@@ -65,6 +67,11 @@ def _all_rows() -> dict[str, Row]:
       f'{module}: rows that others have too: {sorted(set(rows) & set(more))}'
     )
     rows |= more
+  factories = configurable_names.CALLED['t5x_lite.optimizers.optax_adapter.factories'].split()
+  for name in factories:
+    # `wrap_optax_optimizer` makes factories; the row `adafactor` is T5X's, and optax's has another name.
+    if name != 'wrap_optax_optimizer' and name not in rows:
+      rows[name] = Row(getattr(optimizers, name), 0.05)
   return rows
 
 

@@ -1,4 +1,4 @@
-"""The optimizers of optax.contrib."""
+"""The optimizers of optax.contrib that take another rate of the trainer than 0.05, or arguments."""
 
 import optax
 import optax.contrib
@@ -12,9 +12,7 @@ def _perturbation():
 
 
 _CONTRIB = {
-  'acprop': 0.05,
   'ademamix': 0.02,
-  'adopt': 0.05,
   'cocob': 1.0,
   'dadapt_adamw': 1.0,
   'dog': 1.0,
@@ -27,7 +25,6 @@ _CONTRIB = {
   'mechanize': Row(lambda: optimizers.mechanize(optimizers.adam()), 1.0),
   'momo': Row(optimizers.momo, 1.0, needs=('value',)),
   'momo_adam': Row(optimizers.momo_adam, 0.1, needs=('value',)),
-  'muon': 0.05,
   'prodigy': 1.0,
   'reduce_on_plateau': Row(
     lambda: optimizers.chain([optimizers.adam(), optimizers.reduce_on_plateau(patience=50)]),
@@ -42,7 +39,6 @@ _CONTRIB = {
   ),
   'schedule_free': Row(lambda: optimizers.schedule_free(optimizers.sgd()), 0.2),
   'schedule_free_own_rate': Row(lambda: optimizers.schedule_free(optax.sgd(0.2), 0.2)),
-  'schedule_free_adamw': 0.05,
   'schedule_free_sgd': 0.2,
   'simplified_ademamix': Row(lambda: optimizers.simplified_ademamix(b1=0.9), 0.003),
   'sophia': Row(lambda: optimizers.sophia(update_interval=2), 0.02, needs=('obj_fn',)),

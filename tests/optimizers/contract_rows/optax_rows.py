@@ -13,39 +13,26 @@ def _is_matrix(params):
   return jax.tree.map(lambda p: p.ndim >= 2, params)
 
 
-# One row for each factory, at the trainer's rate.
+# Factories that take another rate of the trainer than 0.05, or arguments.
 _ALIASES = {
-  'adabelief': 0.05,
   'adadelta': 6.0,
   'adafactor_of_optax': Row(lambda: optimizers.adafactor(min_dim_size_to_factor=4), 0.05),
   'adagrad': 0.3,
-  'adam': 0.05,
-  'adamax': 0.05,
-  'adamaxw': 0.05,
-  'adamw': 0.05,
-  'adan': 0.05,
-  'amsgrad': 0.05,
   'fromage': 0.02,
   'lamb': 0.02,
   'lars': Row(lambda: optimizers.lars(trust_coefficient=0.1), 0.1),
   'lbfgs': Row(lambda: optimizers.lbfgs(memory_size=4), needs=('value', 'grad', 'value_fn')),
   'lion': 0.01,
-  'nadam': 0.05,
-  'nadamw': 0.05,
   'noisy_sgd': Row(lambda: optimizers.noisy_sgd(eta=1e-6), 0.1),
-  'novograd': 0.05,
   'optimistic_adam': 0.02,
   'optimistic_adam_v2': 0.02,
-  'optimistic_gradient_descent': 0.05,
   'polyak_sgd': Row(lambda: optimizers.polyak_sgd(max_learning_rate=0.5), needs=('value',)),
-  'radam': 0.05,
   'rmsprop': 0.01,
   'rprop': Row(lambda: optimizers.rprop(0.01)),
   'sgd': 0.1,
   'sign_sgd': 0.01,
   'signum': 0.01,
   'sm3': 0.3,
-  'yogi': 0.05,
 }
 
 ROWS = {
