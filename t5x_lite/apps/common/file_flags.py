@@ -66,6 +66,8 @@ _FLAGS: dict[str, dict[str, Any]] = {
   },
 }
 
+# Names of the flags in `infer`, where they replace the templates of the run.
+_OTHER_NAMES = {'inputs': ['--input_template'], 'targets': ['--target_template']}
 # Flags of commands that evaluate a run, whose task has the other options.
 EVAL_FLAGS = (
   'validation_file',
@@ -90,7 +92,8 @@ def add_file_arguments(
   """
   group = parser.add_argument_group('your own files')
   for name in names:
-    group.add_argument(f'--{name}', **_FLAGS[name])
+    flags = [f'--{name}', *_OTHER_NAMES.get(name, ())]
+    group.add_argument(*flags, dest=name, **_FLAGS[name])
 
 
 def file_bindings(flags: Any) -> str:
