@@ -87,6 +87,7 @@ setuptools.setup(
     'hub': ['huggingface_hub>=1.0'],
     # Tokenizers of other types than sentencepiece, such as CodeT5's.
     'tokenizers': ['tokenizers>=0.21'],
+    'parquet': ['pyarrow>=17'],
     'plot': ['matplotlib>=3.9'],
     'grain': ['grain>=0.2.18'],
     'test': [

@@ -21,6 +21,7 @@ __all__ = [
   'check_learning_rate_fn',
   'check_learning_rate_values',
   'create_learning_rate_scheduler',
+  'linear_warmup_and_decay',
 ]
 
 
@@ -178,6 +179,48 @@ def create_learning_rate_scheduler(
     step_offset=step_offset,
     min_learning_rate=min_learning_rate,
   )
+
+
+def linear_warmup_and_decay(
+  base_learning_rate: float, total_steps: int, warmup_fraction: float = 0.1, step_offset: int = 0
+) -> LearningRateCallable:
+  """Return the schedule that rises linearly from 0 and falls linearly to 0, as is usual for fine-tuning.
+
+  Args:
+    base_learning_rate: rate after the warm-up.
+    total_steps: step at which the rate is 0 again, e.g. the last step of the run.
+    warmup_fraction: part of the steps from `step_offset` to `total_steps` that are the warm-up, at least 0, below 1.
+    step_offset: step at which the schedule starts.
+
+  Returns:
+    See `create_learning_rate_scheduler`.
+
+  Raises:
+    ConfigError: an argument is out of its range.
+
+  >>> schedule = linear_warmup_and_decay(0.1, total_steps=100)
+  >>> [round(float(schedule(step)), 3) for step in (0, 5, 10, 55, 100)]
+  [0.0, 0.05, 0.1, 0.05, 0.0]
+  """
+  checks.check(
+    'linear_warmup_and_decay',
+    locals(),
+    base_learning_rate=checks.number(above=0),
+    step_offset=checks.number(at_least=0, integer=True),
+    total_steps=checks.number(above=step_offset, integer=True, remedy='Set TRAIN_STEPS.'),
+    warmup_fraction=checks.number(at_least=0, below=1),
+  )
+  num_steps = total_steps - step_offset
+  num_warmup_steps = warmup_fraction * num_steps
+
+  def schedule(step: ArrayLike) -> Array:
+    done = jnp.asarray(step, jnp.float32) - step_offset
+    factor = (num_steps - done) / (num_steps - num_warmup_steps)
+    if num_warmup_steps:
+      factor = jnp.minimum(factor, done / num_warmup_steps)
+    return base_learning_rate * jnp.clip(factor, 0, 1)
+
+  return schedule
 
 
 def check_learning_rate_fn(learning_rate_fn: Any, what: str) -> None:

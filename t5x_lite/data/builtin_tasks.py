@@ -90,6 +90,16 @@ class ExampleTable(abc.ABC):
     return {}
 
   @property
+  def num_skipped(self) -> int:
+    """Number of records that were left out because they are bad."""
+    return 0
+
+  def record(self, number: int) -> Mapping[str, Any]:
+    """Return those fields of the record of an example that results keep, as the file has them; {} for none."""
+    del number
+    return {}
+
+  @property
   def earlier(self) -> 'ExampleTable | None':
     """The table with the ids of earlier versions for sentinels and added tokens in texts; None if all are equal."""
     return None
@@ -270,6 +280,16 @@ class BuiltinTask:
     return table
 
 
+class TaskDescription(abc.ABC):
+  """Options of a task, such as its files, which may be the value of `DatasetConfig.mixture_or_task_name`."""
+
+  name: str | None
+
+  @abc.abstractmethod
+  def builtin_task(self) -> BuiltinTask:
+    """Return the task; this reads no data."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BuiltinMixture:
   """A mixture of tasks, drawn at random in proportion to their rates.
@@ -352,9 +372,13 @@ def builtin_names() -> list[str]:
 def get_builtin(name_or_task: Any) -> BuiltinTask | BuiltinMixture:
   """Return the task or mixture with the given name; a task or mixture itself is returned unchanged.
 
+  A `TaskDescription` gives its task.
+
   Raises:
     DataError: the name is unknown.
   """
+  if isinstance(name_or_task, TaskDescription):
+    return name_or_task.builtin_task()
   if isinstance(name_or_task, BuiltinTask | BuiltinMixture):
     return name_or_task
   if not isinstance(name_or_task, str) or name_or_task not in _REGISTRY:

@@ -1,4 +1,4 @@
-"""Tasks from files of records, JSON lines or array records, with preprocessors in plain Python.
+"""Tasks from files of records, such as JSON lines, with preprocessors in plain Python.
 
   from t5x_lite import data
 
@@ -33,12 +33,10 @@ from t5x_lite.data.builtin_tasks import MEAN_NOISE_SPAN_LENGTH
 from t5x_lite.data.builtin_tasks import NOISE_DENSITY
 from t5x_lite.data.builtin_tasks import BuiltinTask
 from t5x_lite.data.builtin_tasks import ExampleTable
-from t5x_lite.data.files.records import JsonLines
+from t5x_lite.data.files import opening
 from t5x_lite.data.files.records import Records
 from t5x_lite.data.files.records import Where
 from t5x_lite.data.files.records import find_files
-from t5x_lite.data.files.records import parse_json
-from t5x_lite.data.files.records import parse_record
 from t5x_lite.data.interfaces import MetricFn
 from t5x_lite.data.interfaces import identity_postprocess
 from t5x_lite.data.text.ids import as_ids
@@ -50,7 +48,6 @@ from t5x_lite.data.vocabularies import required_eos_id
 from t5x_lite.data.vocabularies import sentinel_id
 from t5x_lite.errors import ConfigError, DataError, did_you_mean
 
-FORMATS = ('jsonl', 'array_record')
 _DEFAULT_KEYS = {'inputs': 'inputs', 'targets': 'targets'}
 # Examples that are prepared when a table is opened, to find errors early.
 _NUM_TRIED = 4
@@ -188,30 +185,33 @@ class FileExamples(ExampleTable):
     self,
     name: str,
     records: Records,
-    parse_fn: Callable[[bytes, object], dict[str, Any]],
     keys: Mapping[str, str],
     vocabularies: Mapping[str, Vocabulary],
     add_eos: Mapping[str, bool],
     preprocessors: Sequence[Preprocessor],
     lengths: Mapping[str, int],
     literal_sentinels: bool = False,
+    num_skipped: int = 0,
+    keep_fields: Sequence[str] | None = (),
   ):
     """Args:
     name: name of the task, on which seeds of preprocessors depend.
     records: the records.
-    parse_fn: function from the bytes and the location of a record to the record.
     keys: task feature to the name of its value after the preprocessors.
     vocabularies: task feature to vocabulary.
     add_eos: task feature to whether it ends with an end-of-sequence id.
     preprocessors: see `file_task`.
     lengths: task feature to length, for the features of the examples.
     literal_sentinels: see `file_task`.
+    num_skipped: see base class.
+    keep_fields: names of the fields of `record`; None for all.
     """
     self._literal_sentinels = literal_sentinels
+    self._num_skipped = num_skipped
+    self._keep_fields = keep_fields
     self._is_earlier = False
     self._name = name
     self._records = records
-    self._parse = parse_fn
     self._keys = dict(keys)
     self._vocabularies = vocabularies
     self._add_eos = add_eos
@@ -237,6 +237,23 @@ class FileExamples(ExampleTable):
       with contextlib.suppress(DataError):
         self.examples(0, np.array([longest]))
     return digest.hexdigest()[:16]
+
+  @property
+  def num_skipped(self) -> int:
+    """See base class."""
+    return self._num_skipped
+
+  def record(self, number: int) -> dict[str, Any]:
+    """See base class."""
+    if self._keep_fields is not None and not self._keep_fields:
+      return {}
+    where = Where(self._records, number % len(self))
+    (content,) = self._records.read([number % len(self)])
+    record = self._records.parse(content, where)
+    if self._keep_fields is None:
+      return record
+    with located(where, 'the record'):
+      return {name: _value(record, name) for name in self._keep_fields}
 
   @property
   def end_ids(self) -> Mapping[str, int]:
@@ -292,13 +309,13 @@ class FileExamples(ExampleTable):
   ) -> tuple[dict[str, Any], Where]:
     """Return the record after the preprocessors, and its location."""
     where = Where(self._records, number % len(self))
-    record = self._parse(content, where)
+    record = self._records.parse(content, where)
     for preprocessor, family in zip(self._preprocessors, seeds, strict=True):
       context = RecordContext(
         self._lengths, self._vocabularies, family, number, self._literal_sentinels
       )
       name = getattr(preprocessor, '__name__', type(preprocessor).__name__)
-      with _located(where, f'the preprocessor {name} of the task {self._name!r}'):
+      with located(where, f'the preprocessor {name} of the task {self._name!r}'):
         record = dict(preprocessor(record, context))
     return record, where
 
@@ -307,7 +324,7 @@ class FileExamples(ExampleTable):
     example = {}
     for feature in self._lengths:
       vocabulary = self._vocabularies[feature]
-      with _located(where, f'the vocabulary of {feature!r}'):
+      with located(where, f'the vocabulary of {feature!r}'):
         key = self._keys[feature]
         value = _value(record, key)
         is_plain = self._is_earlier and not self._literal_sentinels
@@ -322,8 +339,13 @@ class FileExamples(ExampleTable):
 
 
 @contextlib.contextmanager
-def _located(where: Where, what: str) -> Iterator[None]:
-  """Add the location of the record, and for unexpected exceptions the failing function, to errors."""
+def located(where: object, what: str) -> Iterator[None]:
+  """Add the location of a record, and for unexpected exceptions the failing function, to errors within the context.
+
+  Args:
+    where: location of the record.
+    what: function that fails, for the message.
+  """
   try:
     yield
   except ConfigError:
@@ -363,8 +385,8 @@ def file_task(
     name: name of the task.
     splits: split name to one or several file patterns such as `data/train-*.jsonl`. Records are in the order of the
       sorted file names.
-    format: 'jsonl' (one JSON object per line) or 'array_record' (records of JSON or msgpack; needs the extra
-      `[grain]`).
+    format: 'jsonl' (one JSON object per line), 'array_record' (records of JSON or msgpack; needs the extra `[grain]`),
+      or another one of `FileTask`, with the default separators and a header.
     vocabulary: vocabulary of all task features, or task feature name to vocabulary.
     keys: task feature name to the name of its value in a record; by default `inputs` and `targets`. A task for language
       models may have only `targets`.
@@ -398,7 +420,7 @@ def file_task(
   checks.check(
     f'file_task({name!r})',
     {'format': format, 'splits': splits, 'keys': sorted(keys), 'add_eos': ends},
-    format=checks.one_of(FORMATS),
+    format=checks.one_of(opening.FORMATS),
     splits=checks.Expectation(
       "a mapping of split names to file patterns such as {'train': 'train-*.jsonl'}", bool
     ),
@@ -415,18 +437,10 @@ def file_task(
 
   def table_fn(split: str, lengths: Mapping[str, int]) -> FileExamples:
     paths = find_files(splits[split], f'The split {split!r} of the task {name!r}')
-    if format == 'array_record':
-      from t5x_lite.data.files import grain_records
-
-      records: Records = grain_records.ArrayRecords(paths)
-      parse_fn = parse_record
-    else:
-      records = JsonLines(paths)
-      parse_fn = parse_json
+    records = opening.open_records(paths, format)
     return FileExamples(
       name,
       records,
-      parse_fn,
       keys,
       vocabularies,
       ends,

@@ -4,6 +4,62 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'a_line_break_in_quotes_ends_a_row',
+    't5x_lite/data/files/delimited.py',
+    'ends = ends[np.searchsorted(quotes, ends) % 2 == 0]',
+    'ends = ends[:]',
+    'tests/data/files/test_delimited.py::test_rows_are_those_of_csv',
+  ),
+  Mutant(
+    'every_quote_opens_a_field',
+    't5x_lite/data/files/delimited.py',
+    'if opens.all() and closes.all():',
+    'if True:',
+    'tests/data/files/test_delimited.py::test_rows_are_those_of_csv',
+  ),
+  Mutant(
+    'rows_of_a_second_file_follow_the_first_header',
+    't5x_lite/data/files/delimited.py',
+    'header = self._headers[file]',
+    'header = self._headers[0]',
+    'tests/data/files/test_delimited.py::test_locations_and_several_files',
+  ),
+  Mutant(
+    'a_file_may_change_while_it_is_read',
+    't5x_lite/data/files/records.py',
+    'if _version_of(os.fstat(stream.fileno())) != self._versions[file]:',
+    'if False:',
+    'tests/data/test_own_files.py::test_a_file_that_changes_during_the_run',
+  ),
+  Mutant(
+    'a_file_may_be_of_both_splits',
+    't5x_lite/data/own_files.py',
+    'if same:',
+    'if False:',
+    'tests/data/test_own_files.py::test_bad_files',
+  ),
+  Mutant(
+    'records_for_validation_are_trained_on',
+    't5x_lite/data/own_files.py',
+    "if fraction is None or (split == 'validation') == _is_validation(rendered, fraction):",
+    'if True:',
+    'tests/data/test_own_files.py::test_a_part_of_the_records_is_for_validation',
+  ),
+  Mutant(
+    'lengths_for_training_have_no_limit',
+    't5x_lite/data/batches/feature_lengths.py',
+    '-(-min(longest, _MAX_LENGTH) // _MULTIPLE) * _MULTIPLE',
+    '-(-longest // _MULTIPLE) * _MULTIPLE',
+    'tests/data/test_own_files.py::test_lengths_are_those_of_the_longest_record',
+  ),
+  Mutant(
+    'predictions_need_targets',
+    't5x_lite/apps/infer/input_file.py',
+    "needs_targets=mode == 'score',",
+    'needs_targets=True,',
+    'tests/apps/common/test_file_flags.py::test_predictions_of_a_table_keep_fields',
+  ),
+  Mutant(
     'training_starts_with_padding',
     't5x_lite/models/encoder_decoder.py',
     "self._with_start(batch['decoder_input_tokens'], batch.get('decoder_segment_ids')),",
@@ -150,8 +206,8 @@ MUTANTS = (
   Mutant(
     'kept_lengths_ignore_the_examples',
     't5x_lite/data/batches/feature_lengths.py',
-    ',\n        **(split.identity or {}),\n      }\n    )\n  )',
-    '}))',
+    '    **(split.identity or {}),\n',
+    '',
     'tests/data/batches/test_feature_lengths.py::test_kept_lengths_are_used_until_the_data_changes',
   ),
   Mutant(
@@ -164,8 +220,8 @@ MUTANTS = (
   Mutant(
     'each_process_computes_its_lengths',
     't5x_lite/data/batches/feature_lengths.py',
-    'lengths = multihost.broadcast_json(_longest(cfg, split))',
-    'lengths = _longest(cfg, split)',
+    'found = multihost.broadcast_json(compute_fn())',
+    'found = compute_fn()',
     'tests/data/batches/test_feature_lengths.py::test_all_processes_have_the_lengths_of_the_lead_process',
   ),
   Mutant(

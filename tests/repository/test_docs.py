@@ -146,7 +146,7 @@ def test_every_command_has_a_table_of_described_flags():
 
 def test_choices_of_a_flag_stay_in_its_cell():
   table = tables.expand('```{flags}\ninfer\n```')
-  assert '| `--input_format=auto\\|text\\|jsonl` |' in table
+  assert '| `--input_format=auto\\|text\\|jsonl\\|csv\\|tsv\\|parquet\\|arrow` |' in table
   assert {
     len(re.findall(r'(?<!\\)\|', line)) for line in table.splitlines() if line.startswith('|')
   } == {3}

@@ -36,7 +36,11 @@ _REQUIRED = {
   'NUM_EXPERTS': '8',
 }
 # Recipes that take the network's sizes from a Hugging Face folder, and one.
-_FROM_FOLDER = {'recipes/finetune_from_hf.gin', 'recipes/finetune_chosen_params.gin'}
+_FROM_FOLDER = {
+  'recipes/finetune_from_hf.gin',
+  'recipes/finetune_files.gin',
+  'recipes/finetune_chosen_params.gin',
+}
 _FOLDER = 'tests/golden/hugging_face/byt5_tiny'
 # Files that each kind of file is added to.
 _COMPANIONS = {

@@ -53,7 +53,8 @@ def test_everything_imports():
       import t5x_lite, moe
       for package in (t5x_lite, moe):
         for found in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):
-          if '.data.seqio.' not in found.name and not found.name.split('.')[-1].startswith(('grain_', '__main__')):
+          has_packages = found.name.split('.')[-1].startswith(('grain_', 'columnar', '__main__'))
+          if '.data.seqio.' not in found.name and not has_packages:
             importlib.import_module(found.name)
       from t5x_lite import data
       for source in ('seqio', 'builtin', 'grain', 'synthetic'):

@@ -315,7 +315,8 @@ _LOOK_AROUND = textwrap.dedent("""
       assert cli.main(['vocab', 'v.model', '--corpus=python_docs', '--vocab_size=300', '--max_lines=500']) == 0
     for package in (t5x_lite, moe):
       for found in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):
-        if '.data.seqio.' not in found.name and not found.name.rpartition('.')[2].startswith(('grain_', '__main__')):
+        has_packages = found.name.rpartition('.')[2].startswith(('grain_', 'columnar', '__main__'))
+        if '.data.seqio.' not in found.name and not has_packages:
           importlib.import_module(found.name)
     """)
 

@@ -498,7 +498,10 @@ def _folders(texts: Iterable[str]) -> list[str]:
 
 
 def load_configuration(
-  invocation: Invocation, placeholders: Mapping[str, str] | None = None, overrides: str = ''
+  invocation: Invocation,
+  placeholders: Mapping[str, str] | None = None,
+  overrides: str = '',
+  defaults: str = '',
 ) -> 'gin_utils.Configuration':
   """Return the configuration of a command line.
 
@@ -507,6 +510,7 @@ def load_configuration(
       compiled.
     placeholders: see `gin_utils.read`.
     overrides: gin text that is applied last.
+    defaults: gin text that is applied after the files and before the flags.
 
   Raises:
     ConfigError: no gin file is given, or the configuration is invalid.
@@ -528,7 +532,7 @@ def load_configuration(
     from t5x_lite import runtime
 
     runtime.use_compilation_cache(cache)
-  flags = []
+  flags = [gin_syntax.read_text(defaults, invocation.command, is_flag=False)]
   for flag in invocation.gin_flags:
     text = flag.removeprefix('--gin.').removeprefix('--gin_bindings=')
     key, equals, value = text.partition('=')

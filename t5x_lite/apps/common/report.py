@@ -204,7 +204,8 @@ def report_truncation(
   thread.start()
   thread.join(_SAMPLE_SECONDS)
   if found and found[0] is not None and found[0].metrics:
-    log_fn(found[0].describe())
+    if line := found[0].describe():
+      log_fn(line)
     manager.write_scalars(step, found[0].metrics)
 
 

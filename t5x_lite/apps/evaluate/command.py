@@ -4,6 +4,10 @@ import argparse
 import os
 from typing import Any
 
+from t5x_lite.apps.common.file_flags import EVAL_FLAGS
+from t5x_lite.apps.common.file_flags import add_file_arguments
+from t5x_lite.apps.common.file_flags import check_reads_files
+from t5x_lite.apps.common.file_flags import file_bindings
 from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.apps.common.flags import add_gin_arguments
 from t5x_lite.apps.common.flags import add_seqio_arguments
@@ -56,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     action='store_true',
     help='print the configuration and the checkpoints to evaluate, without evaluating',
   )
+  add_file_arguments(parser, EVAL_FLAGS)
   add_gin_arguments(parser)
   add_seqio_arguments(parser)
 
@@ -84,7 +89,10 @@ def run_command(invocation: Invocation) -> int:
   if run is not None:
     overrides = _configure_run(run, flags, placeholders)
   invocation = with_run_file(invocation, _RUN_FILE, 'evaluate')
-  configuration = load_configuration(invocation, placeholders, overrides)
+  bindings = file_bindings(flags)
+  configuration = load_configuration(invocation, placeholders, overrides, bindings)
+  if bindings:
+    check_reads_files(configuration)
   if flags.dry_run:
     from t5x_lite import multihost
 

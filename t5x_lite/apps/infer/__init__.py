@@ -11,6 +11,7 @@ __getattr__, __dir__, __all__ = lazy_names(
       'create_task_from_tfexample_file',
       'infer',
       'merge_chunks_to_file',
+      'merge_chunks_to_table',
       'update_measurement_series',
       'write_inferences_to_file',
     ),

@@ -32,6 +32,8 @@ _PLACEHOLDERS = {
   'DROPOUT_RATE': '0.0',
   'INITIAL_CHECKPOINT_PATH': "'none'",
 }
+# Names in a line of results.
+_RESULT_NAMES = ('inputs', 'prediction', 'prediction_tokens', 'score', 'aux')
 # Sources whose tasks may have files of records, see `data.file_task`.
 _SOURCES_OF_FILES = ('builtin', 'grain')
 _HEADER = """
@@ -66,20 +68,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   texts.add_argument(
     '--input',
     metavar='FILE',
-    help='read inputs from this file instead of a task: one input per line, or one JSON object per '
-    "line with the text in 'inputs' (and 'targets' to score them), or under the keys of the run's "
-    'file_task; - is standard input. Tables and compressed files are errors. Lines that '
-    'cannot be read are skipped with a warning',
+    help='read inputs from this file instead of a task: a table (CSV, TSV, Parquet, Arrow) or JSON lines whose columns '
+    "the templates of the run name ('inputs' and 'targets' if it has none), or one input per line; text files also "
+    'as .gz; - is standard input. Records that cannot be read are skipped with a warning',
   )
   texts.add_argument(
     '--input_format',
-    choices=('auto', 'text', 'jsonl'),
-    help='format of the lines; default: JSON if the name ends in .jsonl, .json or .ndjson',
+    choices=('auto', 'text', 'jsonl', 'csv', 'tsv', 'parquet', 'arrow'),
+    help="format of the input; default: what the file's name says, otherwise text",
+  )
+  texts.add_argument(
+    '--input_template',
+    metavar='TEMPLATE',
+    help="template of the inputs instead of the run's, e.g. 'summarize: {body}'; see train --inputs",
+  )
+  texts.add_argument(
+    '--target_template',
+    metavar='TEMPLATE',
+    help="template of the targets to score, instead of the run's",
+  )
+  texts.add_argument(
+    '--columns',
+    metavar='NAMES',
+    help='names of the columns of an input without a header, separated by commas',
+  )
+  texts.add_argument(
+    '--keep_fields',
+    metavar='NAMES',
+    help="write these fields of a record next to its prediction: names separated by commas, or 'all'",
   )
   texts.add_argument(
     '--output',
     metavar='FILE',
-    help='write the results to this JSONL file instead of INFER_OUTPUT_DIR; - is standard output',
+    help='write the results to this JSONL file instead of INFER_OUTPUT_DIR, or as a table if its name ends in .csv; '
+    '- is standard output',
   )
   shards = parser.add_argument_group(
     'several workers, each started with the same flags except --shard_id'
@@ -162,6 +184,8 @@ def _infer(invocation: Invocation, folder: str, name: str) -> list[str]:
     )
     if flags.input_format is not None:
       overrides.append(f'data.TextFileConfig.file_format = {flags.input_format!r}\n')
+  if name.endswith('.csv'):
+    overrides.append('infer_script.infer.merge_fn = @infer_script.merge_chunks_to_table\n')
   if flags.output is not None:
     placeholders['INFER_OUTPUT_DIR'] = 'None'
     overrides.append(
@@ -185,10 +209,36 @@ def _infer(invocation: Invocation, folder: str, name: str) -> list[str]:
   settings = {
     f'--gin.{name}': value for name, value in configuration.settings(_NOT_SETTINGS).items()
   }
-  arguments_of_input = {}
-  if flags.input is not None:
-    arguments_of_input['dataset_cfg'] = _with_keys_of_task(configuration)
-  return configuration.call(settings=settings, **arguments_of_input)
+  if flags.input is None:
+    return configuration.call(settings=settings)
+  from t5x_lite.apps.infer import input_file
+
+  task = input_file.task_of_run(configuration)
+  if not input_file.reads_records(task, flags):
+    return configuration.call(settings=settings, dataset_cfg=_with_keys_of_task(configuration))
+  for flag in ('input_template', 'target_template', 'keep_fields', 'columns'):
+    if (value := getattr(flags, flag)) is not None:
+      settings[f'--{flag}'] = value
+  with input_file.local_input(flags) as path:
+    dataset_cfg = input_file.dataset_of_records(
+      task, configuration, flags, path, _kept_fields(flags.keep_fields)
+    )
+    return configuration.call(settings=settings, dataset_cfg=dataset_cfg)
+
+
+def _kept_fields(names: str | None) -> list[str] | None:
+  """Return the fields that results keep, see `data.FileTask`."""
+  if names is None:
+    return []
+  if names.strip() == 'all':
+    return None
+  found = [name.strip() for name in names.split(',')]
+  for name in found:
+    if name in _RESULT_NAMES:
+      raise ConfigError(
+        f'--keep_fields={names}: {name!r} is the name of a part of the results. Rename the column of the input.'
+      )
+  return found
 
 
 def _with_keys_of_task(configuration: Any) -> Any:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from t5x_lite import checks
+from t5x_lite.data.sources.example_sources import KEPT_FIELDS
 from t5x_lite.errors import ConfigError
 from t5x_lite.storage import files
 from t5x_lite.storage.json_lines import JsonEncoder
@@ -49,7 +50,8 @@ def write_inferences_to_file(
 
   - `prediction`: the decoded text; a list, best last, for several decodes; ids if the vocabulary has no texts;
   - `score`: the log-likelihood of the targets;
-  - `aux`: auxiliary outputs of the model, such as `scores` of the predictions.
+  - `aux`: auxiliary outputs of the model, such as `scores` of the predictions;
+  - before these, the fields of the record that `--keep_fields` names.
 
   Args:
     path: path of the file.
@@ -91,13 +93,16 @@ def write_inferences_to_file(
 
   def lines() -> Iterator[str]:
     for i, (example, found) in enumerate(zip(examples, predictions, strict=True)):
+      kept = example.get(KEPT_FIELDS, {})
+      if kept:
+        example = {name: value for name, value in example.items() if name != KEPT_FIELDS}
       if include_all_inputs:
         inputs = dict(example)
       elif input_fields_to_include is not None:
         inputs = {name: value for name, value in example.items() if name in wanted}
       else:
         inputs = {name: value for name, value in example.items() if name.endswith(_PRETOKENIZED)}
-      line: dict[str, Any] = {'inputs': inputs}
+      line: dict[str, Any] = {**kept, 'inputs': inputs}
       if mode == 'score':
         line['score'] = float(found)
       else:

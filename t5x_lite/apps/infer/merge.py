@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
+import csv
 import fcntl
 import glob
 import itertools
+import json
 import pathlib
 import shutil
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 from t5x_lite.apps.infer import paths as paths_lib
 from t5x_lite.errors import ConfigError, DataError
 from t5x_lite.storage import files
+from t5x_lite.storage import json_lines
 
 _LOCK_FILE = 'merge.lock'
 # Of each shard's file.
@@ -47,6 +50,55 @@ def merge_chunks_to_file(
       [folder / f'{output_fname}-chunk{number:05}' for number in numbers], local
     ),
   )
+
+
+def merge_chunks_to_table(
+  output_dir: str, output_fname: str, tmp_dir: str, step: int | None
+) -> None:
+  """Write the chunks as one table of comma-separated values with a header.
+
+  Its columns are the fields of the results: those of the record that `--keep_fields` names, the texts of inputs and
+  targets, and the prediction or score. A value that is no text is written as JSON.
+
+  Args:
+    output_dir: see `merge_chunks_to_file`.
+    output_fname: see `merge_chunks_to_file`.
+    tmp_dir: see `merge_chunks_to_file`.
+    step: see `merge_chunks_to_file`.
+
+  Raises:
+    DataError: see `merge_chunks_to_file`.
+  """
+  merge_chunks_to_file(output_dir, output_fname, tmp_dir, step)
+  path = files.path(output_dir) / output_fname
+
+  def rows() -> Iterator[dict[str, Any]]:
+    for _, line in json_lines.read(path):
+      yield {name: _cell(value) for name, value in _flat(line).items()}
+
+  columns = dict.fromkeys(name for row in rows() for name in row)
+
+  def write(local: pathlib.Path) -> None:
+    with local.open('w', encoding='utf-8', newline='') as stream:
+      writer = csv.DictWriter(stream, columns, restval='')
+      writer.writeheader()
+      writer.writerows(rows())
+
+  files.write(path, write)
+
+
+def _flat(line: Mapping[str, Any]) -> dict[str, Any]:
+  """Return a line of results with the texts of its `inputs` as fields of their own, without `_pretokenized`."""
+  flat = {name: value for name, value in line.items() if name != 'inputs'}
+  for name, value in line['inputs'].items():
+    flat.setdefault(name.removesuffix('_pretokenized'), value)
+  return flat
+
+
+def _cell(value: Any) -> str:
+  if isinstance(value, str):
+    return value
+  return json.dumps(value, ensure_ascii=False)
 
 
 def concatenate(sources: Sequence[files.Path], target: pathlib.Path) -> None:

@@ -33,6 +33,7 @@ from t5x_lite.apps.infer.jsonl import write_inferences_to_file
 from t5x_lite.apps.infer.loop import ChunkWriter
 from t5x_lite.apps.infer.loop import infer_source
 from t5x_lite.apps.infer.merge import merge_chunks_to_file
+from t5x_lite.apps.infer.merge import merge_chunks_to_table
 from t5x_lite.apps.infer.merge import merge_shards
 from t5x_lite.apps.infer.merge import merged_totals
 from t5x_lite.apps.infer.report import Outcome
@@ -48,6 +49,7 @@ __all__ = [
   'create_task_from_tfexample_file',
   'infer',
   'merge_chunks_to_file',
+  'merge_chunks_to_table',
   'update_measurement_series',
   'write_inferences_to_file',
 ]

@@ -2,13 +2,14 @@
 
 import argparse
 
+from t5x_lite.apps.common.file_flags import add_file_arguments
+from t5x_lite.apps.common.file_flags import load_for_training
 from t5x_lite.apps.common.flags import NO_CACHE
 from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.apps.common.flags import add_gin_arguments
 from t5x_lite.apps.common.flags import add_num_devices
 from t5x_lite.apps.common.flags import add_seqio_arguments
 from t5x_lite.apps.common.flags import binds_model
-from t5x_lite.apps.common.flags import load_configuration
 from t5x_lite.apps.common.flags import simulate_devices
 from t5x_lite.errors import ConfigError, ExitCode
 from t5x_lite.formatting import show
@@ -16,6 +17,7 @@ from t5x_lite.formatting import show
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Add the arguments of the command."""
+  add_file_arguments(parser)
   add_gin_arguments(parser)
   add_seqio_arguments(parser)
   add_num_devices(parser)
@@ -45,7 +47,7 @@ def run_command(invocation: Invocation) -> int:
     write_hlo = True
   # The run directory is only used for the text of the programs.
   placeholders = None if write_hlo else {'MODEL_DIR': "'none'"}
-  configuration = load_configuration(invocation, placeholders)
+  configuration = load_for_training(invocation, placeholders)
   from t5x_lite import multihost
   from t5x_lite import runtime
   from t5x_lite.apps.precompile import run as precompile

@@ -2,16 +2,18 @@
 
 import argparse
 
+from t5x_lite.apps.common.file_flags import add_file_arguments
+from t5x_lite.apps.common.file_flags import load_for_training
 from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.apps.common.flags import add_gin_arguments
 from t5x_lite.apps.common.flags import add_seqio_arguments
-from t5x_lite.apps.common.flags import load_configuration
 from t5x_lite.errors import ExitCode
 from t5x_lite.formatting import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Add the arguments of the command."""
+  add_file_arguments(parser)
   add_gin_arguments(parser)
   add_seqio_arguments(parser)
   parser.add_argument(
@@ -30,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_command(invocation: Invocation) -> int:
   """Run the command and return its exit status."""
   flags = invocation.flags
-  configuration = load_configuration(invocation)
+  configuration = load_for_training(invocation)
   if flags.spool_dir is None:
     options = {}
   else:

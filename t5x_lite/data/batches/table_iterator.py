@@ -7,6 +7,7 @@ change between runs.
 
 import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
 import functools
 import itertools
 import logging
@@ -127,7 +128,9 @@ class TableIterator(HostIterator):
     """See base class; the sample is the first examples."""
     if not self._trims:
       return None
-    return sample_truncation(self._whole_examples(), self._lengths)
+    found = sample_truncation(self._whole_examples(), self._lengths)
+    num_skipped = sum(table.num_skipped for table in self._tables.values())
+    return found and dataclasses.replace(found, num_skipped=num_skipped)
 
   def _whole_examples(self) -> Iterator[Mapping[str, np.ndarray]]:
     for first in itertools.count(step=_NUM_READ):

@@ -31,6 +31,15 @@ class TrimmedExamples(ExampleTable):
     return self.whole.fingerprint
 
   @property
+  def num_skipped(self) -> int:
+    """See base class."""
+    return self.whole.num_skipped
+
+  def record(self, number: int) -> Mapping[str, Any]:
+    """See base class."""
+    return self.whole.record(number)
+
+  @property
   def earlier(self) -> 'TrimmedExamples | None':
     """See base class."""
     if self.whole.earlier is None:

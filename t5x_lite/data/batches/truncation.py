@@ -21,6 +21,7 @@ class Truncation:
     num_cut: task feature name to the number of trimmed examples.
     num_tokens: task feature name to the number of ids of all untrimmed examples.
     num_lost: task feature name to the number of ids lost by trimming.
+    num_skipped: number of bad records of all data that were left out.
   """
 
   num_examples: int
@@ -28,11 +29,14 @@ class Truncation:
   num_cut: Mapping[str, int]
   num_tokens: Mapping[str, int]
   num_lost: Mapping[str, int]
+  num_skipped: int = 0
 
   @property
   def metrics(self) -> dict[str, float]:
-    """Fractions by metric name, of the trimmed features."""
+    """Fractions by metric name, of the trimmed features, and the number of skipped records if there are any."""
     found = {}
+    if self.num_skipped:
+      found['data/skipped_records'] = float(self.num_skipped)
     for feature, count in self.num_cut.items():
       if count:
         found[f'data/truncated_examples_fraction/{feature}'] = count / self.num_examples

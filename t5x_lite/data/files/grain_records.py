@@ -16,6 +16,7 @@ import numpy as np
 
 from t5x_lite.data.files.local_copies import local_paths
 from t5x_lite.data.files.records import Records
+from t5x_lite.data.files.records import parse_record
 from t5x_lite.data.files.records import reading
 from t5x_lite.errors import DataError, needs_packages
 from t5x_lite.storage import files
@@ -88,6 +89,10 @@ class ArrayRecords(Records):
             f'{self._paths[file]}, record {number}: cannot be read: {error}. Write the file again.'
           ) from error
       raise
+
+  def parse(self, content: Any, where: object) -> dict[str, Any]:
+    """See base class."""
+    return parse_record(content, where)
 
   def where(self, number: int) -> str:
     """See base class."""

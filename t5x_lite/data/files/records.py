@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import json
 import os
+import sys
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from t5x_lite.storage import files
 
 _NEWLINE, _RETURN, _OPENING, _CLOSING = b'\n\r{}'
 # Bytes of a file that are scanned together.
-_CHUNK = 1 << 24
+CHUNK = 1 << 24
 
 
 class Records(abc.ABC):
@@ -37,12 +38,34 @@ class Records(abc.ABC):
     """Return the number of records."""
 
   @abc.abstractmethod
-  def read(self, numbers: Sequence[int]) -> list[bytes]:
-    """Return the records with the given numbers.
+  def read(self, numbers: Sequence[int]) -> list[Any]:
+    """Return the records with the given numbers as they are stored, e.g. their bytes.
 
     Raises:
       DataError: a file cannot be read or is damaged.
     """
+
+  @abc.abstractmethod
+  def parse(self, content: Any, where: object) -> dict[str, Any]:
+    """Return the names and values of a record.
+
+    Args:
+      content: one result of `read`.
+      where: location of the record, for messages.
+
+    Raises:
+      DataError: the record is invalid.
+    """
+
+  @property
+  def columns(self) -> list[str] | None:
+    """Names of the values of each record; None if records may have different ones."""
+    return None
+
+  @property
+  def num_bytes(self) -> int:
+    """Bytes of all records; `sys.maxsize` if unknown."""
+    return sys.maxsize
 
   @property
   def longest(self) -> int | None:
@@ -59,60 +82,126 @@ class Records(abc.ABC):
     """Hash of the content."""
 
 
-class JsonLines(Records):
-  """Lines of one or several files, without empty lines."""
+class LineRecords(Records):
+  """Records of one or several text files, each at a known place of its file; empty lines are no records.
 
-  def __init__(self, paths: Sequence[str]):
+  Opening a file scans it once. A subclass says where records end, and makes a mapping of each.
+  """
+
+  def __init__(self, paths: Sequence[str], copies: Sequence[str] | None = None):
     """Args:
-      paths: files in the order of their records.
+      paths: files in the order of their records, for messages.
+      copies: files that are read, e.g. decompressed ones; by default `paths`, and local copies of remote ones.
 
     Raises:
-      DataError: a file cannot be read, or a line is not a JSON object.
+      DataError: a file cannot be read, or is not of this format.
     """
-    digest = hashlib.sha256()
-    copies = local_paths(paths)
-    indices = [_index_lines(copy, path, digest) for copy, path in zip(copies, paths, strict=True)]
+    if copies is None:
+      copies = local_paths(paths)
     self._names = list(paths)
-    self._paths = copies
+    self._paths = list(copies)
+    self._versions = self._current_versions()
+    digest = hashlib.sha256()
+    indices = []
+    for file in range(len(paths)):
+      content = self._open(file)
+      _hash(content, digest)
+      indices.append(self.index(content, file))
     self._firsts = np.cumsum([0, *(len(starts) for starts, _ in indices)])
     self._starts, self._lengths = (
       np.concatenate([np.zeros(0, np.int64), *column]) for column in zip(*indices, strict=True)
     )
     self._fingerprint = digest.hexdigest()[:16]
 
+  @abc.abstractmethod
+  def index(self, content: np.ndarray, file: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the starts and lengths of the records of a file, without line ends, int64[records] each.
+
+    Args:
+      content: uint8[bytes], the file.
+      file: number of the file.
+    """
+
+  def name(self, file: int) -> str:
+    """Return the name of a file for messages."""
+    return self._names[file]
+
+  def _open(self, file: int) -> np.ndarray:
+    """Return the bytes of a file, uint8[bytes]."""
+    name, path = self._names[file], self._paths[file]
+    with reading(name):
+      size = os.path.getsize(path)
+      with open(path, 'rb') as stream:
+        problem = text_formats.content_problem(name, stream.read(text_formats.HEAD_SIZE))
+      if problem is not None:
+        raise DataError(f'{name} must be {self.form}, but it {problem}')
+    if not size:
+      return np.zeros(0, np.uint8)
+    return np.memmap(path, np.uint8, mode='r')
+
+  @property
+  def form(self) -> str:
+    """Form of the files, a noun phrase for messages."""
+    return 'text in UTF-8'
+
   def __len__(self) -> int:
     return len(self._starts)
 
-  def read(self, numbers: Sequence[int]) -> list[bytes]:
-    """See base class."""
-    return [self._read(number) for number in numbers]
+  def read(self, numbers: Sequence[int]) -> list[Any]:
+    """See base class; each file is opened once."""
+    found: list[bytes] = [b''] * len(numbers)
+    wanted = np.asarray(numbers, np.int64)
+    of_file = np.searchsorted(self._firsts, wanted, side='right') - 1
+    for file in np.unique(of_file).tolist():
+      with reading(self._names[file]), open(self._paths[file], 'rb') as stream:
+        if _version_of(os.fstat(stream.fileno())) != self._versions[file]:
+          self._check_content()
+        for place in np.flatnonzero(of_file == file).tolist():
+          stream.seek(self._starts[wanted[place]])
+          found[place] = stream.read(self._lengths[wanted[place]])
+    return found
 
-  def _read(self, number: int) -> bytes:
-    file, start, length = self._locate(number)
-    path = self._names[file]
-    with reading(path), open(self._paths[file], 'rb') as stream:
-      stream.seek(start)
-      line = stream.read(length)
-    if len(line) < length:
+  def _check_content(self) -> None:
+    """Raise if the files have another content than when they were opened; written again with the same one, they may."""
+    versions = self._current_versions()
+    digest = hashlib.sha256()
+    for file in range(len(self._paths)):
+      _hash(self._open(file), digest)
+    if digest.hexdigest()[:16] != self._fingerprint:
       raise DataError(
-        f'{path} has become shorter since it was opened: do not change the files during a run.'
+        f'{", ".join(self._names)} must not change during a run, got another content than when they were opened. '
+        'Restore the content and continue the run, or start a new run.'
       )
-    return line
+    self._versions = versions
+
+  def _current_versions(self) -> list[tuple[int, ...]]:
+    versions = []
+    for path, name in zip(self._paths, self._names, strict=True):
+      with reading(name):
+        versions.append(_version_of(os.stat(path)))
+    return versions
 
   def where(self, number: int) -> str:
     """See base class."""
-    file, start, _ = self._locate(number)
-    # Count on demand, with empty lines.
+    file = self.file_of(number)
+    return f'{self._names[file]}, line {self.line_at(file, int(self._starts[number]))}'
+
+  def line_at(self, file: int, offset: int) -> int:
+    """Return the number of the line, from 1, at an offset of a file; counted on demand, with empty lines."""
     with open(self._paths[file], 'rb') as stream:
-      line = 1 + sum(
-        stream.read(min(_CHUNK, start - offset)).count(b'\n') for offset in range(0, start, _CHUNK)
+      return 1 + sum(
+        stream.read(min(CHUNK, offset - first)).count(b'\n') for first in range(0, offset, CHUNK)
       )
-    return f'{self._names[file]}, line {line}'
 
   @property
   def fingerprint(self) -> str:
     """See base class."""
     return self._fingerprint
+
+  @property
+  def num_bytes(self) -> int:
+    """See base class."""
+    return int(self._lengths.sum())
 
   @property
   def longest(self) -> int | None:
@@ -121,9 +210,132 @@ class JsonLines(Records):
       return None
     return int(np.argmax(self._lengths))
 
-  def _locate(self, number: int) -> tuple[int, int, int]:
-    file = int(np.searchsorted(self._firsts, number, side='right')) - 1
-    return file, int(self._starts[number]), int(self._lengths[number])
+  def file_of(self, number: int) -> int:
+    """Return the number of the file of a record."""
+    return int(np.searchsorted(self._firsts, number, side='right')) - 1
+
+
+class JsonLines(LineRecords):
+  """Lines of one or several files, without empty lines."""
+
+  @property
+  def form(self) -> str:
+    """See base class."""
+    return 'JSON lines in UTF-8'
+
+  def index(self, content: np.ndarray, file: int) -> tuple[np.ndarray, np.ndarray]:
+    """See base class; also checks the first and last byte of each line.
+
+    Raises:
+      DataError: a line is not a JSON object.
+    """
+    starts, ends = line_spans(content, places(content, _NEWLINE))
+    lengths = ends - starts
+    if not len(content):
+      return starts, lengths
+    # A line between braces is parsed when it is read; any other line is parsed now.
+    is_plain = (
+      (lengths > 1)
+      & (content[np.minimum(starts, len(content) - 1)] == _OPENING)
+      & (content[ends - 1] == _CLOSING)
+    )
+    is_kept = is_plain.copy()
+    for line in np.flatnonzero(~is_plain):
+      text = content[starts[line] : ends[line]].tobytes()
+      if text.strip():
+        parse_json(text, f'{self.name(file)}, line {line + 1}')
+        is_kept[line] = True
+    return starts[is_kept], lengths[is_kept]
+
+  def parse(self, content: Any, where: object) -> dict[str, Any]:
+    """See base class."""
+    return parse_json(content, where)
+
+
+def places(content: np.ndarray, byte: int) -> np.ndarray:
+  """Return the places of a byte in a file, int64[n].
+
+  Args:
+    content: uint8[bytes].
+    byte: 0 to 255.
+  """
+  found = [np.zeros(0, np.int64)]
+  for offset in range(0, len(content), CHUNK):
+    found.append(np.flatnonzero(content[offset : offset + CHUNK] == byte) + offset)
+  return np.concatenate(found)
+
+
+def line_spans(content: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Return the starts and ends of records, int64[records] each, without their line ends.
+
+  Args:
+    content: uint8[bytes] of a file.
+    ends: int64[n], places of the line breaks after records; the last record may lack one.
+  """
+  size = len(content)
+  if size and content[-1] != _NEWLINE:
+    ends = np.append(ends, size)
+  if not len(ends):
+    return ends, ends
+  starts = np.concatenate([[0], ends[:-1] + 1])
+  has_return = (ends > starts) & (content[ends - 1] == _RETURN)
+  return starts, np.where(has_return, ends - 1, ends)
+
+
+def _hash(content: np.ndarray, digest: Any) -> None:
+  """Update a hash with the bytes of a file, uint8[bytes], and their number."""
+  for offset in range(0, len(content), CHUNK):
+    digest.update(content[offset : offset + CHUNK])
+  digest.update(f' {len(content)} '.encode())
+
+
+def _version_of(status: os.stat_result) -> tuple[int, ...]:
+  """Return what changes when a file is written or replaced."""
+  return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+class Subset(Records):
+  """Some of other records."""
+
+  def __init__(self, records: Records, numbers: np.ndarray, remark: str):
+    """Args:
+    records: the others.
+    numbers: int64[n], ascending numbers of these records.
+    remark: how they were chosen, a part of the hash.
+    """
+    self._records = records
+    self._numbers = numbers
+    self._remark = remark
+
+  def __len__(self) -> int:
+    return len(self._numbers)
+
+  def read(self, numbers: Sequence[int]) -> list[Any]:
+    """See base class."""
+    return self._records.read([int(self._numbers[number]) for number in numbers])
+
+  def parse(self, content: Any, where: object) -> dict[str, Any]:
+    """See base class."""
+    return self._records.parse(content, where)
+
+  @property
+  def columns(self) -> list[str] | None:
+    """See base class."""
+    return self._records.columns
+
+  def where(self, number: int) -> str:
+    """See base class."""
+    return self._records.where(int(self._numbers[number]))
+
+  @property
+  def fingerprint(self) -> str:
+    """See base class."""
+    return f'{self._records.fingerprint} {len(self)} {self._remark}'
+
+  @property
+  def num_bytes(self) -> int:
+    """See base class."""
+    return self._records.num_bytes
 
 
 class Where:
@@ -152,57 +364,6 @@ def checked_objects(lines: Records) -> Iterator[bytes]:
     parse_json(content, Where(lines, number))
     # Remove a byte order mark or spaces before the object.
     yield content[content.index(b'{') :]
-
-
-def _index_lines(path: str, name: str, digest: Any) -> tuple[np.ndarray, np.ndarray]:
-  """Return the starts and lengths, without line ends, of the lines of a file, int64[lines] each; hashes the file.
-
-  Args:
-    path: path of the file on this machine.
-    name: path of the original, for messages.
-    digest: hash, which is updated.
-  """
-  with reading(name):
-    size = os.path.getsize(path)
-    with open(path, 'rb') as stream:
-      problem = text_formats.content_problem(name, stream.read(text_formats.HEAD_SIZE))
-    if problem is not None:
-      raise DataError(f'{name} must be JSON lines in UTF-8, but it {problem}')
-    if size:
-      content = np.memmap(path, np.uint8, mode='r')
-    else:
-      content = np.zeros(0, np.uint8)
-  ends = []
-  for offset in range(0, size, _CHUNK):
-    chunk = content[offset : offset + _CHUNK]
-    digest.update(chunk)
-    ends.append(np.flatnonzero(chunk == _NEWLINE) + offset)
-  digest.update(f' {size} '.encode())
-  ends = np.concatenate([np.zeros(0, np.int64), *ends])
-  if size and content[-1] != _NEWLINE:
-    ends = np.append(ends, size)
-  if len(ends):
-    starts = np.concatenate([[0], ends[:-1] + 1])
-  else:
-    starts = ends
-  if size:
-    ends = np.where((ends > starts) & (content[ends - 1] == _RETURN), ends - 1, ends)
-  else:
-    ends = ends
-  lengths = ends - starts
-  # A line between braces is parsed when it is read; any other line is parsed now.
-  is_plain = (
-    (lengths > 1)
-    & (content[np.minimum(starts, size - 1)] == _OPENING)
-    & (content[ends - 1] == _CLOSING)
-  )
-  is_kept = is_plain.copy()
-  for line in np.flatnonzero(~is_plain):
-    text = content[starts[line] : ends[line]].tobytes()
-    if text.strip():
-      parse_json(text, f'{name}, line {line + 1}')
-      is_kept[line] = True
-  return starts[is_kept], lengths[is_kept]
 
 
 @contextlib.contextmanager

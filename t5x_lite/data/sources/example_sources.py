@@ -14,6 +14,9 @@ from t5x_lite.data.interfaces import Example
 from t5x_lite.data.interfaces import ExampleSource
 from t5x_lite.data.interfaces import HostBatch
 
+# Field of an example with those fields of its record that results keep.
+KEPT_FIELDS = '_kept_fields'
+
 
 class ConvertedSource(ExampleSource):
   """Base of sources whose rows are made by one of our feature converters."""
@@ -52,6 +55,7 @@ class TableExamples(ConvertedSource):
     super().__init__(converter, cfg.known_lengths)
     self.name = name
     self.num_examples = len(table)
+    self.num_skipped = table.num_skipped
     self.identity = {**task_identity(cfg, name), 'content': [len(table), table.fingerprint]}
     self._cfg = cfg
     self._table = table
@@ -65,6 +69,8 @@ class TableExamples(ConvertedSource):
     (found,) = self._table.whole.examples(self._cfg.effective_seed, np.array([record]))
     row = self._table.trim(found)
     texts = self._table.texts(record, self._cfg.effective_seed)
+    if kept := self._table.record(record):
+      texts[KEPT_FIELDS] = kept
     is_cut = any(len(found[name]) > len(row[name]) for name in row)
     return Example({**row, **texts}, row, is_cut)
 

@@ -286,13 +286,13 @@ def test_workers_of_a_task_by_gin_files(tmp_path, run, capsys):
     ),
     (
       ['{run}', '--input={table}', '--output={out}'],
-      ['in.csv must be one input per line, but it is a table', 'or pass --input_format=text'],
+      ["in.csv has no column 'inputs'", 'name its columns with --columns'],
     ),
     (
       ['{run}', '--input={in}', '--output={out}', '--input_format=jsonl'],
       ['all 1 lines are unusable', '1: not JSON'],
     ),
-    (['{run}', '--input={in}', '--output={out}', '--input_format=csv'], ["invalid choice: 'csv'"]),
+    (['{run}', '--input={in}', '--output={out}', '--input_format=xls'], ["invalid choice: 'xls'"]),
     (['{run}', '--input_format=text', '--output={out}'], ['--input_format=text', '--input']),
     (
       ['{run}', '--input={in}', '--output={out}', '--shard_id=1'],
@@ -388,7 +388,7 @@ def test_workers_of_a_task_by_gin_files(tmp_path, run, capsys):
 def test_bad_input_is_rejected_before_any_compute(tmp_path, run, capsys, flags, fragments):
   (tmp_path / 'in.txt').write_text('a line\n')
   (tmp_path / 'empty.txt').write_text('')
-  (tmp_path / 'in.csv').write_text('inputs,targets\na,b\n')
+  (tmp_path / 'in.csv').write_text('question,answer\na,b\n')
   (tmp_path / 'workers.gin').write_text(
     'from __gin__ import dynamic_registration\nfrom t5x_lite.apps import infer as infer_script\n'
     'infer_script.infer.num_shards = 4\n'

@@ -119,7 +119,7 @@ def test_kept_lengths_are_used_until_the_data_changes(tmp_path, caplog, monkeypa
     f'examples (kept in {tmp_path / "run" / feature_lengths.LENGTHS_FILE}).',
   ]
   with monkeypatch.context() as patch, caplog.at_level(logging.INFO):
-    patch.setattr(feature_lengths, '_longest', lambda cfg, split: pytest.fail('computed again'))
+    patch.setattr(feature_lengths._Measured, 'of', lambda cfg, split: pytest.fail('computed again'))
     assert _lengths(cfg, folder=str(tmp_path / 'run')) == found
   assert f'longest examples (from {tmp_path}' in caplog.text
   for change in (dict(shuffle=True), dict(seed=2), {}):

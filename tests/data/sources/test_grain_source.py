@@ -264,7 +264,7 @@ def test_continues_after_an_error(tmp_path):
   whole = path.read_bytes()
   iterator = cases.open(cases.make_cfg(cases.make_task(str(path)), batch_size=4))
   path.write_bytes(whole[:20])
-  with pytest.raises(DataError, match='shorter since it was opened'):
+  with pytest.raises(DataError, match='another content than when they were opened'):
     next(iterator)
   path.write_bytes(whole)
   assert_equal(
@@ -292,7 +292,7 @@ def test_json_lines(tmp_path):
 
 def test_json_lines_over_chunks(tmp_path, monkeypatch):
   # No option: data of the real size would make the test slow.
-  monkeypatch.setattr(records, '_CHUNK', 7)
+  monkeypatch.setattr(records, 'CHUNK', 7)
   path = cases.write(tmp_path / 'a.jsonl', [{'number': i} for i in range(30)])
   lines = records.JsonLines([path])
   assert [json.loads(line)['number'] for line in lines.read(range(30))] == list(range(30))

@@ -1,0 +1,245 @@
+"""Tables of Parquet and Arrow files, read with pyarrow; the only module that imports it.
+
+An Arrow file is mapped into memory, and its rows are read by number. A Parquet file can only be decompressed in large
+groups of rows, so it is converted to an Arrow file first.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from t5x_lite.data.files import conversion
+from t5x_lite.data.files.local_copies import local_paths
+from t5x_lite.data.files.records import CHUNK
+from t5x_lite.data.files.records import Records
+from t5x_lite.data.files.records import reading
+from t5x_lite.errors import DataError, did_you_mean, needs_packages
+from t5x_lite.storage import files
+
+with needs_packages(
+  'A Parquet or Arrow file',
+  'the package pyarrow',
+  extra='parquet',
+  otherwise='write JSON lines or CSV',
+):
+  import pyarrow as pa
+  import pyarrow.parquet as pq
+
+# File of a folder that the library datasets has saved, with the names of its Arrow files.
+STATE_FILE = 'state.json'
+_ROWS = 4096
+
+
+class ArrowRecords(Records):
+  """Rows of one or several Parquet or Arrow files, as mappings of the names of columns to values."""
+
+  def __init__(
+    self, paths: Sequence[str], needed: Collection[str] | None = None, cache_dir: str | None = None
+  ):
+    """Args:
+      paths: files in the order of their rows; those whose names do not end in .parquet are Arrow files, of the form of
+        files or of streams.
+      needed: names of the columns to read; None for all.
+      cache_dir: folder of converted Parquet files, see `conversion.converted`.
+
+    Raises:
+      DataError: a file cannot be read or is damaged, or a column is missing or has neither texts, numbers nor truth
+        values.
+    """
+    self._arguments = (list(paths), needed, cache_dir)
+    digest = hashlib.sha256()
+    self._names = list(paths)
+    self._batches: list[pa.RecordBatch] = []
+    self._files: list[int] = []
+    self._columns: list[str] = []
+    for file, path in enumerate(paths):
+      if path.endswith('.parquet'):
+        local = _converted(path, needed, cache_dir)
+        # The name of a converted file is the hash of the original.
+        digest.update(os.path.basename(local).encode())
+      else:
+        (local,) = local_paths([path])
+        _hash(local, path, digest)
+      schema, batches = _open(local, path)
+      columns = _checked_columns(schema, needed, path)
+      if file == 0:
+        self._columns = columns
+      elif sorted(columns) != sorted(self._columns):
+        raise DataError(
+          f'All files must have the same columns, got {self._columns} in {paths[0]} and {columns} in {path}. Correct '
+          'one of them.'
+        )
+      self._batches += [batch.select(columns) for batch in batches]
+      self._files += [file] * len(batches)
+    self._firsts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
+    self._fingerprint = digest.hexdigest()[:16]
+
+  def __reduce__(self) -> tuple[Any, ...]:
+    """Another process maps the files itself."""
+    return ArrowRecords, self._arguments
+
+  def __len__(self) -> int:
+    return int(self._firsts[-1])
+
+  @property
+  def columns(self) -> list[str]:
+    """See base class; those that are read."""
+    return self._columns
+
+  @property
+  def num_bytes(self) -> int:
+    """See base class."""
+    return sum(batch.nbytes for batch in self._batches)
+
+  @property
+  def fingerprint(self) -> str:
+    """See base class."""
+    return self._fingerprint
+
+  def read(self, numbers: Sequence[int]) -> list[Any]:
+    """See base class; each record is the mapping itself."""
+    return [self._read(number) for number in numbers]
+
+  def _read(self, number: int) -> dict[str, Any]:
+    batch = self._batch_of(number)
+    row = number - int(self._firsts[batch])
+    arrays = zip(self._columns, self._batches[batch].columns, strict=True)
+    return {name: array[row].as_py() for name, array in arrays}
+
+  def parse(self, content: Any, where: object) -> dict[str, Any]:
+    """See base class."""
+    return content
+
+  def where(self, number: int) -> str:
+    """See base class."""
+    batch = self._batch_of(number)
+    file = self._files[batch]
+    first = int(self._firsts[self._files.index(file)])
+    return f'{self._names[file]}, row {number - first + 1}'
+
+  def _batch_of(self, number: int) -> int:
+    return int(np.searchsorted(self._firsts, number, side='right')) - 1
+
+
+def _open(local: str, path: str) -> tuple[pa.Schema, list[pa.RecordBatch]]:
+  """Return the schema and the batches of an Arrow file, which is mapped into memory.
+
+  Raises:
+    DataError: the file is damaged, or no Arrow file.
+  """
+  with reading(path):
+    try:
+      mapped = pa.memory_map(local)
+      try:
+        reader = pa.ipc.open_file(mapped)
+        batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+      except pa.ArrowInvalid:  # a stream, as the library datasets writes it
+        mapped.seek(0)
+        reader = pa.ipc.open_stream(mapped)
+        batches = list(reader)
+    except pa.ArrowInvalid as error:
+      raise DataError(
+        f'{path} must be a complete Arrow file, got a damaged or another one: {error}. Write it again.'
+      ) from error
+  return reader.schema, batches
+
+
+def _checked_columns(schema: pa.Schema, needed: Collection[str] | None, path: str) -> list[str]:
+  """Return the names of the needed columns, in the order of the file.
+
+  Raises:
+    DataError: a column is missing, or its values cannot be texts.
+  """
+  for name in needed or ():
+    if name not in schema.names:
+      raise DataError(f'{path} has no column {name!r}.{did_you_mean(name, schema.names)}')
+  columns = []
+  for field in schema:
+    if needed is not None and field.name not in needed:
+      continue
+    if _is_readable(field.type):
+      columns.append(field.name)
+    elif needed is not None:
+      raise DataError(
+        f'{path}, column {field.name!r} must have texts, numbers, truth values or lists of texts, got the type '
+        f'{field.type}. Write its parts as columns of their own.'
+      )
+  return columns
+
+
+def _is_readable(kind: pa.DataType) -> bool:
+  types = pa.types
+  if types.is_dictionary(kind) or types.is_list(kind) or types.is_large_list(kind):
+    return _is_text(kind.value_type)
+  return (
+    _is_text(kind)
+    or types.is_integer(kind)
+    or types.is_floating(kind)
+    or types.is_boolean(kind)
+    or types.is_null(kind)
+  )
+
+
+def _is_text(kind: pa.DataType) -> bool:
+  types = pa.types
+  return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+
+
+def _converted(path: str, needed: Collection[str] | None, cache_dir: str | None) -> str:
+  """Return the path of a Parquet file's needed columns as an Arrow file."""
+
+  def convert(local: str, target: pathlib.Path) -> None:
+    with _damage_of(path):
+      table = pq.ParquetFile(local, memory_map=True)
+      columns = _checked_columns(table.schema_arrow, needed, path)
+      groups = [table.metadata.row_group(number) for number in range(table.num_row_groups)]
+      conversion.check_space(target.parent, sum(group.total_byte_size for group in groups), path)
+      schema = pa.schema([table.schema_arrow.field(name) for name in columns])
+      with pa.OSFile(str(target), 'wb') as sink, pa.ipc.new_file(sink, schema) as writer:
+        # The reader keeps one group of rows in memory.
+        for batch in table.iter_batches(_ROWS, columns=columns):
+          writer.write_batch(batch.select(columns))
+
+  return conversion.converted(
+    path, '.arrow', convert, cache_dir=cache_dir, variant=' '.join(sorted(needed or ()))
+  )
+
+
+@contextlib.contextmanager
+def _damage_of(path: str) -> Iterator[None]:
+  try:
+    yield
+  except pa.ArrowException as error:
+    raise DataError(
+      f'{path} must be a complete Parquet file, got a damaged or another one: {error}. Write it again.'
+    ) from error
+
+
+def _hash(local: str, path: str, digest: Any) -> None:
+  """Update a hash with the bytes of a file."""
+  with reading(path), open(local, 'rb') as stream:
+    while chunk := stream.read(CHUNK):
+      digest.update(chunk)
+
+
+def saved_files(folder: str) -> list[str] | None:
+  """Return the Arrow files of a folder that the library datasets has saved, in order; None for other folders.
+
+  Raises:
+    DataError: the folder has several splits.
+  """
+  root = files.path(folder)
+  if (root / 'dataset_dict.json').is_file():
+    raise DataError(
+      f'{folder} must be the folder of one split, got that of all: choose one of its folders, such as {folder}/train.'
+    )
+  if not (root / STATE_FILE).is_file():
+    return None
+  state = json.loads((root / STATE_FILE).read_bytes())
+  return [str(root / entry['filename']) for entry in state['_data_files']]

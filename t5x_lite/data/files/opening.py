@@ -1,0 +1,146 @@
+"""Files of records by the name of their format, or by the end of their names."""
+
+from collections.abc import Collection, Sequence
+import os
+import pathlib
+
+from t5x_lite import checks
+from t5x_lite.data.files import conversion
+from t5x_lite.data.files.delimited import Table
+from t5x_lite.data.files.records import JsonLines
+from t5x_lite.data.files.records import Records
+from t5x_lite.errors import DataError
+from t5x_lite.storage import files
+
+_SUFFIXES = {
+  '.jsonl': 'jsonl',
+  '.ndjson': 'jsonl',
+  '.json': 'jsonl',
+  '.csv': 'csv',
+  '.tsv': 'tsv',
+  '.tab': 'tsv',
+  '.txt': 'text',
+  '.parquet': 'parquet',
+  '.arrow': 'arrow',
+  '.array_record': 'array_record',
+}
+FORMATS = tuple(dict.fromkeys(_SUFFIXES.values()))
+# Formats whose files may be compressed by gzip.
+_TEXTS = ('jsonl', 'csv', 'tsv', 'text')
+# Separators of fields by format; '' for lines of one field.
+_SEPARATORS = {'csv': ',', 'tsv': '\t', 'text': ''}
+# Column of the lines of a text without a separator.
+TEXT_COLUMN = 'text'
+
+
+def format_of(path: str) -> str | None:
+  """Return the format that the name of a file says, without .gz; None if it says none.
+
+  >>> format_of('gs://bucket/train.csv.gz')
+  'csv'
+  """
+  name = pathlib.PurePath(path.removesuffix('.gz'))
+  return _SUFFIXES.get(name.suffix.lower())
+
+
+def is_table(path: str) -> bool:
+  """Return whether the name of a file says that its lines are no texts, such as x.csv or x.jsonl.gz."""
+  return path.endswith('.gz') or format_of(path) not in (None, 'text', 'jsonl')
+
+
+def open_records(
+  paths: Sequence[str],
+  file_format: str = 'auto',
+  *,
+  columns: Sequence[str] | None = None,
+  separator: str | None = None,
+  needed: Collection[str] | None = None,
+  cache_dir: str | None = None,
+) -> Records:
+  """Return the records of files of one format.
+
+  Args:
+    paths: files in the order of their records, local or in an object store; or folders that the library datasets saved.
+    file_format: one of `FORMATS`, or 'auto' for what the names of the files say.
+    columns: names of the columns of tables without a header; None for tables with one.
+    separator: text between two fields of a line; None for that of the format: a comma, a tab, or none for 'text'.
+    needed: names of the columns to read from Parquet and Arrow files; None for all.
+    cache_dir: folder of decompressed files and converted tables, see `conversion.converted`.
+
+  Raises:
+    ConfigError: an option is invalid, or a package for the format is not installed.
+    DataError: a file cannot be read, or is not of its format.
+  """
+  if file_format == 'auto':
+    paths, file_format = _with_format(paths)
+  checks.check(
+    'FileTask',
+    {'file_format': file_format, 'columns': columns, 'separator': separator},
+    file_format=checks.one_of(FORMATS),
+    columns=checks.Expectation(
+      'None for a format other than csv, tsv and text',
+      lambda given: given is None or file_format in _SEPARATORS,
+    ),
+    separator=checks.Expectation(
+      "None for a format other than csv, tsv and text, and one character unless file_format = 'text'",
+      lambda given: (
+        given is None or file_format == 'text' or (file_format in _SEPARATORS and len(given) == 1)
+      ),
+    ),
+  )
+  if file_format == 'array_record':
+    from t5x_lite.data.files import grain_records
+
+    return grain_records.ArrayRecords(paths)
+  if file_format in ('parquet', 'arrow'):
+    from t5x_lite.data.files import columnar
+
+    return columnar.ArrowRecords(paths, needed, cache_dir)
+  copies = conversion.decompressed(paths, f'.{file_format}', cache_dir)
+  if file_format == 'jsonl':
+    return JsonLines(paths, copies)
+  if separator is None:
+    separator = _SEPARATORS[file_format]
+  if file_format == 'text' and columns is None:
+    columns = [TEXT_COLUMN]
+  return Table(
+    paths, copies, separator=separator, has_quotes=file_format != 'text', columns=columns
+  )
+
+
+def _with_format(paths: Sequence[str]) -> tuple[list[str], str]:
+  """Return the files, with those of folders, and the format that all their names say.
+
+  Raises:
+    DataError: the names say none or several, or there is a folder of another program than datasets.
+  """
+  found: dict[str, str] = {}
+  for path in paths:
+    if files.path(path).is_dir():
+      found |= dict.fromkeys(_files_of_folder(path), 'arrow')
+      continue
+    kind = format_of(path)
+    if kind is None:
+      raise DataError(
+        f'{path}: the name of the file does not say its format. Set --file_format to one of {", ".join(FORMATS)}.'
+      )
+    found[path] = kind
+  kinds = sorted(set(found.values()))
+  if len(kinds) > 1:
+    raise DataError(
+      f'The files of a split must have one format, got {" and ".join(kinds)} in {", ".join(found)}. Name files of '
+      'one format, or convert the others.'
+    )
+  return list(found), kinds[0]
+
+
+def _files_of_folder(path: str) -> list[str]:
+  from t5x_lite.data.files import columnar
+
+  found = columnar.saved_files(path)
+  if found is None:
+    raise DataError(
+      f'{path} must be a file, or a folder that the library datasets has saved, got another folder. Name its files, '
+      f'e.g. {os.path.join(path, "*.jsonl")}.'
+    )
+  return found

@@ -1,0 +1,371 @@
+"""Task from a user's own files: tables and JSON lines, with templates for inputs and targets.
+
+The flags of `t5x_lite train` (`--train_file`, `--inputs`, `--targets` ...) set the options of `FileTask`, so that the
+configuration of a run has them all.
+"""
+
+from collections.abc import Mapping, Sequence
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import logging
+import pathlib
+import re
+from typing import Any
+
+import numpy as np
+
+from t5x_lite import checks
+from t5x_lite.data.builtin_tasks import BuiltinTask
+from t5x_lite.data.builtin_tasks import TaskDescription
+from t5x_lite.data.file_tasks import FileExamples
+from t5x_lite.data.file_tasks import RecordContext
+from t5x_lite.data.file_tasks import located
+from t5x_lite.data.files import opening
+from t5x_lite.data.files.records import Records
+from t5x_lite.data.files.records import Subset
+from t5x_lite.data.files.records import Where
+from t5x_lite.data.files.records import find_files
+from t5x_lite.data.interfaces import MetricFn
+from t5x_lite.data.text.metrics import exact_match
+from t5x_lite.data.text.templates import Template
+from t5x_lite.data.text.templates import parse_template
+from t5x_lite.data.vocabularies import Vocabulary
+from t5x_lite.errors import DataError, did_you_mean
+from t5x_lite.storage import files
+
+# All records of files up to this size are read when they are opened, to find bad ones before the first step.
+_CHECKED_BYTES = 100_000_000
+# Number of skipped records that are named in the log.
+_MAX_NAMED = 20
+# Number of records that are read together.
+_NUM_READ = 1024
+# End of the name of a field with all texts of a feature whose column has a list of them.
+_REFERENCES = '_references'
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FileTask(TaskDescription):
+  """Task from files of records: CSV, TSV, JSON lines, text, Parquet, Arrow or array records.
+
+  A template is the name of a column, or a text with names of columns in braces, such as 'summarize: {title}. {body}'.
+
+  Attributes:
+    vocabulary: vocabulary of inputs and targets, or task feature name to vocabulary.
+    targets: template of the targets. If it is the name of a column with lists of texts, the first of them is the target
+      in training, and metrics compare with all of them.
+    inputs: template of the inputs; None for a language model, which has only targets.
+    train_file: file of the split 'train': a path, or a pattern such as `data/train-*.csv`, or several separated by
+      commas; local or in an object store. None for no such split.
+    validation_file: the same for the split 'validation'.
+    validation_fraction: part of the records of `train_file`, between 0 and 1, that is the split 'validation' instead; a
+      hash of inputs and targets chooses them, so equal records are in the same split. None for no such part.
+    file_format: one of `opening.FORMATS`; 'auto' for what the names of the files say.
+    columns: names of the columns of tables without a header; None for tables with one.
+    separator: text between two fields of a line; None for that of the format.
+    bad_records: 'stop' raises an error for a record without a text for a template: before the first step for files up
+      to 100 MB, otherwise when it is read. 'skip' reads all records first, and leaves bad ones out.
+    needs_targets: whether a record without a value for the targets is bad; otherwise it has no target, and can be
+      predicted.
+    metrics: functions of (targets, predictions) for evaluation by decoding.
+    keep_fields: names of further columns that results of `infer` keep; None for all.
+    cache_dir: folder of this machine for decompressed files and converted tables.
+    literal_sentinels: see `file_task`.
+    name: name of the task in the log and in the names of metrics; None for that of the first file.
+  """
+
+  vocabulary: Vocabulary | Mapping[str, Vocabulary]
+  targets: str
+  inputs: str | None = None
+  train_file: str | None = None
+  validation_file: str | None = None
+  validation_fraction: float | None = None
+  file_format: str = 'auto'
+  columns: Sequence[str] | None = None
+  separator: str | None = None
+  bad_records: str = 'stop'
+  needs_targets: bool = True
+  metrics: Sequence[MetricFn] = (exact_match,)
+  keep_fields: Sequence[str] | None = ()
+  cache_dir: str | None = None
+  literal_sentinels: bool = False
+  name: str | None = None
+
+  def __post_init__(self) -> None:
+    checks.check(
+      'FileTask',
+      vars(self),
+      file_format=checks.one_of(('auto', *opening.FORMATS)),
+      bad_records=checks.one_of(('stop', 'skip')),
+      validation_fraction=checks.number(above=0, below=1).or_none(),
+      columns=checks.Expectation(
+        "different names such as ['question', 'answer']",
+        lambda names: not isinstance(names, str) and len(set(names)) == len(names) > 0,
+      ).or_none(),
+    )
+    checks.check(
+      'FileTask',
+      vars(self),
+      train_file=checks.Expectation(
+        'a file if there is no validation_file', lambda given: given or self.validation_file
+      ),
+      validation_fraction=checks.Expectation(
+        'None with a validation_file, or without a train_file',
+        lambda given: given is None or (self.train_file and not self.validation_file),
+      ),
+    )
+    if self.name is None:
+      object.__setattr__(self, 'name', _name_of(self.train_file or self.validation_file))
+    _ = self.templates
+
+  @functools.cached_property
+  def templates(self) -> dict[str, Template]:
+    """Task feature name to template."""
+    given = {'inputs': self.inputs, 'targets': self.targets}
+    return {
+      feature: parse_template(text, 'FileTask', feature)
+      for feature, text in given.items()
+      if text is not None
+    }
+
+  @property
+  def vocabularies(self) -> dict[str, Vocabulary]:
+    """Task feature name to vocabulary."""
+    if isinstance(self.vocabulary, Mapping):
+      return {feature: self.vocabulary[feature] for feature in self.templates}
+    return dict.fromkeys(self.templates, self.vocabulary)
+
+  def builtin_task(self) -> BuiltinTask:
+    """See base class."""
+    splits = []
+    if self.train_file:
+      splits.append('train')
+    if self.validation_file or self.validation_fraction:
+      splits.append('validation')
+    return BuiltinTask(
+      name=self.name,
+      splits=tuple(splits),
+      vocabularies=self.vocabularies,
+      table_fn=self._table,
+      metric_fns=self.metrics,
+      postprocess_fn=_with_references,
+      record_keys={feature: feature for feature in self.templates},
+    )
+
+  def _table(self, split: str, lengths: Mapping[str, int]) -> FileExamples:
+    """Return the examples of a split.
+
+    Raises:
+      DataError: a file cannot be read, or a record is bad.
+    """
+    records, skipped = self._records(split)
+    return FileExamples(
+      self.name,
+      records,
+      dict(zip(self.templates, self.templates, strict=True)),
+      self.vocabularies,
+      {feature: vocabulary.eos_id is not None for feature, vocabulary in self.vocabularies.items()},
+      (self._render,),
+      lengths,
+      self.literal_sentinels,
+      num_skipped=skipped,
+      keep_fields=self.keep_fields,
+    )
+
+  def _render(
+    self, record: Mapping[str, Any], context: RecordContext | None = None
+  ) -> dict[str, Any]:
+    """Preprocessor that adds the texts of the templates to a record."""
+    del context
+    rendered = dict(record)
+    for feature, template in self.templates.items():
+      is_needed = self.needs_targets or feature == 'inputs'
+      if not is_needed and any(record.get(name) is None for name in template.columns):
+        rendered[feature] = []  # no ids
+        continue
+      references = template.references(record)
+      if references is None:
+        rendered[feature] = template.render(record)
+      else:
+        rendered[feature] = references[0]
+        rendered[f'{feature}{_REFERENCES}'] = references
+    return rendered
+
+  def _records(self, split: str) -> tuple[Records, int]:
+    """Return the records of a split, and the number of those that are skipped.
+
+    Raises:
+      DataError: a file cannot be read, lacks a column, or has no records.
+    """
+    paths = self._paths(split)
+    used = set()
+    for feature, template in self.templates.items():
+      if self.needs_targets or feature == 'inputs':
+        used.update(template.columns)
+    records = opening.open_records(
+      paths,
+      self.file_format,
+      columns=self.columns,
+      separator=self.separator,
+      needed=self._needed(used),
+      cache_dir=self.cache_dir,
+    )
+    known = records.columns
+    for name in () if known is None else sorted(used):
+      if name not in known:
+        raise DataError(
+          f'{paths[0]} has no column {name!r}.{did_you_mean(name, known)} Correct the template, or, if the file has no '
+          'header, name its columns with --columns.'
+        )
+    if not len(records):
+      raise DataError(
+        f'{", ".join(paths)} must have records, got none. Write them, or name another file.'
+      )
+    numbers, skipped = self._chosen(records, split)
+    if numbers is not None:
+      remark = (
+        f'bad_records={self.bad_records} validation_fraction={self.validation_fraction} {split}'
+      )
+      records = Subset(records, numbers, remark)
+    _log_once(self._describe(split, paths, known, len(records), skipped))
+    return records, skipped
+
+  def _needed(self, used: set[str]) -> set[str] | None:
+    """Return the columns to read from tables whose columns are stored apart; None for all.
+
+    Args:
+      used: columns of the templates.
+    """
+    if self.keep_fields is None or not self.needs_targets:
+      return None
+    return used.union(self.keep_fields)
+
+  def _paths(self, split: str) -> list[str]:
+    """Return the files of a split.
+
+    Raises:
+      DataError: no file matches, or a file belongs to both splits.
+    """
+    pattern = self.validation_file if split == 'validation' else self.train_file
+    paths = _find(pattern or self.train_file, split)
+    if self.train_file and self.validation_file:
+      other = []
+      with contextlib.suppress(DataError):  # For an evaluation the training files may be gone.
+        other = _find(self.train_file if split == 'validation' else self.validation_file, 'other')
+      same = {files.real_path(path) for path in other}.intersection(map(files.real_path, paths))
+      if same:
+        raise DataError(
+          f'{min(same)} must be the file of one split, got it as train_file and validation_file: results on the '
+          'examples of the training say nothing.'
+          ' Name another validation_file, or set --validation_fraction=0.1 instead.'
+        )
+    return paths
+
+  def _chosen(self, records: Records, split: str) -> tuple[np.ndarray | None, int]:
+    """Return (numbers of the records of a split, int64[n], or None for all; number of skipped records).
+
+    Raises:
+      DataError: a record is bad, and bad records are not skipped.
+    """
+    skips = self.bad_records == 'skip'
+    fraction = self.validation_fraction
+    if not skips and fraction is None and records.num_bytes > _CHECKED_BYTES:
+      return None, 0
+    kept = []
+    problems: list[str] = []
+    for first in range(0, len(records), _NUM_READ):
+      numbers = range(first, min(first + _NUM_READ, len(records)))
+      for number, content in zip(numbers, records.read(numbers), strict=True):
+        # Finding a line takes time, so only the bad records that are named have it.
+        is_named = len(problems) < _MAX_NAMED
+        where = Where(records, number) if is_named else f'record {number}'
+        try:
+          record = records.parse(content, where)
+          with located(where, 'the template'):
+            rendered = self._render(record)
+        except DataError as error:
+          if not skips:
+            raise DataError(
+              f'{error} To leave out such records, set --bad_records=skip.'
+            ) from error
+          problems.append(str(error))
+          continue
+        if fraction is None or (split == 'validation') == _is_validation(rendered, fraction):
+          kept.append(number)
+    if not kept:
+      what = (
+        'all records are bad. ' + problems[0]
+        if problems
+        else f'validation_fraction={fraction} leaves none'
+      )
+      raise DataError(f'{records.where(0)}: the split {split!r} must have records, but {what}')
+    _log_skipped(tuple(problems))
+    if len(kept) == len(records):
+      return None, 0
+    return np.asarray(kept, np.int64), len(problems)
+
+  def _describe(
+    self, split: str, paths: Sequence[str], columns: Sequence[str] | None, count: int, skipped: int
+  ) -> str:
+    """Return the line of the log about a split."""
+    what = paths[0]
+    if len(paths) > 1:
+      what += f' and {len(paths) - 1} more'
+    line = f'Data  {what}: {count:,} records'
+    if self.validation_fraction is not None:
+      line += f' for the split {split!r}'
+    if skipped:
+      line += f', {skipped:,} bad ones skipped'
+    if columns is not None:
+      line += f', columns {", ".join(columns)}'
+    texts = []
+    for feature, template in self.templates.items():
+      if feature == 'inputs' or self.needs_targets:
+        texts.append(f'{feature} {template.text!r}')
+    return f'{line}; {", ".join(texts)}'
+
+
+def _find(patterns: str, split: str) -> list[str]:
+  """Return the files of patterns that commas separate."""
+  names = [name.strip() for name in patterns.split(',')]
+  return find_files(names, f'The split {split!r} of the files')
+
+
+def _name_of(patterns: str) -> str:
+  """Return the name of a task with these files.
+
+  >>> _name_of('data/train-*.csv.gz,more/b.csv')
+  'train'
+  """
+  name = pathlib.PurePath(patterns.split(',')[0]).name
+  return re.sub(r'\W+', '_', name.partition('.')[0]).strip('_') or 'files'
+
+
+def _is_validation(rendered: Mapping[str, Any], fraction: float) -> bool:
+  """Return whether a record with these texts belongs to the validation split."""
+  texts = '\0'.join((rendered.get('inputs', ''), rendered['targets']))
+  digest = hashlib.blake2b(texts.encode(), digest_size=8).digest()
+  return int.from_bytes(digest, 'big') < fraction * 2**64
+
+
+def _with_references(text: Any, *, example: Mapping[str, Any], is_target: bool) -> Any:
+  """Postprocessor: a target that has several texts is the list of them."""
+  if is_target:
+    return example.get(f'targets{_REFERENCES}', text)
+  return text
+
+
+@functools.cache
+def _log_once(line: str) -> None:
+  _logger.info('%s', line)
+
+
+@functools.cache
+def _log_skipped(problems: tuple[str, ...]) -> None:
+  """Warn of skipped records, once in a process."""
+  for problem in problems[:_MAX_NAMED]:
+    _logger.warning('A record is skipped: %s', problem)
+  if len(problems) > _MAX_NAMED:
+    _logger.warning('%s more records are skipped.', f'{len(problems) - _MAX_NAMED:,}')
