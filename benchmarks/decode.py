@@ -2,13 +2,16 @@
 
     python benchmarks/decode.py [--layers 8] [--batch 8] [--inputs 128] [--tokens 64] [--beams 4] [--repeats 5]
         [--layout t5] [--dtype float32] [--weights bfloat16] [--only greedy 'beam search, 1']
-        [--t5x PATH [--t5x_python PYTHON]]
+        [--t5x PATH [--t5x_python PYTHON]] [--constraints]
 
 The default is the 77 M-parameter T5 1.1 small (8+8 layers, width 512, 6 heads of 64, mlp 1024, vocabulary 32128) with
 random parameters. A decoding is `predict_batch_with_aux`, encoder included, with an end token that never occurs: all
 steps are taken. A peer decodes in turn: with `--t5x`, T5X's own `predict_batch_with_aux` from a checkout; otherwise the
 rebuilt peer, which computes the same in T5X's formulation (`peer_decode.py`). It must decode the same tokens where
 nothing is drawn. Beam search is set against greedy search of as many rows, where both are run.
+
+With `--constraints`, each search decodes in turn without and with each constraint, and the ratios are medians of pairs.
+Allowed outputs have as many tokens as are decoded, so that all steps are taken.
 """
 
 import argparse
@@ -17,6 +20,26 @@ import statistics
 
 import common
 import t5x_process
+
+
+def _constraints(args):
+  """Return logit processors by title."""
+  import numpy as np
+
+  from t5x_lite import decoding
+
+  def allowed(num_outputs):
+    ids = np.random.default_rng(0).integers(2, args.vocab, (num_outputs, args.tokens - 1))
+    return decoding.Constraints(allowed_outputs=decoding.AllowedOutputs(ids.tolist(), 1))
+
+  return {
+    'no constraint': decoding.Constraints(),
+    'no_repeat_ngram_size 3': decoding.Constraints(no_repeat_ngram_size=3),
+    'repetition_penalty 1.2': decoding.Constraints(repetition_penalty=1.2),
+    'min_decode_len': decoding.Constraints(min_decode_len=args.tokens),
+    '1,000 allowed outputs': allowed(1000),
+    '100,000 allowed outputs': allowed(100_000),
+  }
 
 
 def main() -> None:
@@ -44,6 +67,9 @@ def main() -> None:
   )
   parser.add_argument(
     '--only', nargs='+', default=[''], metavar='NAME', help='run what starts so; all if not given'
+  )
+  parser.add_argument(
+    '--constraints', action='store_true', help='measure constraints, without a peer'
   )
   args = t5x_process.parse_args(parser)
 
@@ -132,6 +158,43 @@ def main() -> None:
     return lambda params, batch, rng: peer_decode.sample(
       params, batch['encoder_input_tokens'], rng, config, length=args.tokens, **options
     )
+
+  if args.constraints:
+    searches = {
+      'greedy': (decoding.greedy_search, 1, {}),
+      'sampling, temperature 1': (decoding.temperature_sample, 1, {'topk': 0}),
+      f'beam search, {args.beams} beams': (decoding.beam_search, args.beams, {}),
+    }
+    constraints = _constraints(args)
+    batch = batch_of(args.batch)
+    rows = []
+    for search, (decode_fn, num_decodes, options) in searches.items():
+      if not search.startswith(tuple(args.only)):
+        continue
+      _, _, plain, _ = compiled(ours(decode_fn, num_decodes, **options), our_params, batch)
+      for name, processor in constraints.items():
+        options_of_name = {**options, 'logit_processor': processor}
+        if processor.allowed_outputs is not None:
+          options_of_name['eos_id'] = processor.allowed_outputs.eos_id
+        compile_seconds, tokens, run, _ = compiled(
+          ours(decode_fn, num_decodes, **options_of_name), our_params, batch
+        )
+        assert (tokens[:, -1] != 0).all(), (search, name)
+        pairs = [(plain(), run()) for _ in range(args.repeats)]
+        rows.append(
+          (
+            f'{search}: {name}',
+            statistics.median(first for first, _ in pairs) / args.tokens * 1e3,
+            statistics.median(second / first for first, second in pairs),
+            compile_seconds,
+          )
+        )
+    common.print_table(
+      f'Constraints ({args.dtype}, batch {args.batch} x {args.inputs}, {args.tokens} tokens)',
+      rows,
+      ('what', 'step without, ms', 'ratio', 'compile, s'),
+    )
+    return
 
   wide = args.batch * args.beams
   # Title, our function, T5X's (name, num_decodes, options), rows, whether tokens depend only on the parameters.

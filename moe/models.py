@@ -257,6 +257,7 @@ class MoeEncoderDecoderModel(_SparseModel, models.EncoderDecoderModel):
       the normalizing factor. They are means over tokens, so if they are added to a sum over tokens
       (`loss_normalizing_factor=None`), as in T5X, their relative weight decreases with the batch size.
     metric_fns: see `EncoderDecoderModel`.
+    constraints: see `EncoderDecoderModel`.
 
   Raises:
     ConfigError: see `EncoderDecoderModel`; or a negative factor.
@@ -282,6 +283,7 @@ class MoeEncoderDecoderModel(_SparseModel, models.EncoderDecoderModel):
     default_decoder_params: models.DecoderParams | None = None,
     auxiliary_losses_per_target: bool = False,
     metric_fns: Sequence[models.MetricFn] = (),
+    constraints: decoding.Constraints | None = None,
   ):
     super().__init__(
       module,
@@ -295,6 +297,7 @@ class MoeEncoderDecoderModel(_SparseModel, models.EncoderDecoderModel):
       loss_normalizing_factor,
       default_decoder_params,
       metric_fns=metric_fns,
+      constraints=constraints,
     )
     self._set_factors(aux_loss_factor, router_z_loss_factor)
     self.auxiliary_losses_per_target = auxiliary_losses_per_target
@@ -317,6 +320,7 @@ class MoeDecoderOnlyModel(_SparseModel, models.DecoderOnlyModel):
     router_z_loss_factor: see `MoeEncoderDecoderModel`.
     auxiliary_losses_per_target: see `MoeEncoderDecoderModel`.
     metric_fns: see `DecoderOnlyModel`.
+    constraints: see `DecoderOnlyModel`.
 
   Raises:
     ConfigError: see `DecoderOnlyModel`; or a negative factor.
@@ -341,6 +345,7 @@ class MoeDecoderOnlyModel(_SparseModel, models.DecoderOnlyModel):
     *,
     auxiliary_losses_per_target: bool = False,
     metric_fns: Sequence[models.MetricFn] = (),
+    constraints: decoding.Constraints | None = None,
   ):
     super().__init__(
       module,
@@ -353,6 +358,7 @@ class MoeDecoderOnlyModel(_SparseModel, models.DecoderOnlyModel):
       z_loss,
       loss_normalizing_factor,
       metric_fns=metric_fns,
+      constraints=constraints,
     )
     self._set_factors(aux_loss_factor, router_z_loss_factor)
     self.auxiliary_losses_per_target = auxiliary_losses_per_target

@@ -60,6 +60,7 @@ CALLED: dict[str, str] = {
     'OnRequest WhenBest'
   ),
   't5x_lite.checkpoints.restoring.transforms': 'AssignmentMap',
+  't5x_lite.decoding.constraints': 'Constraints',
   't5x_lite.data.builtin_tasks': 'docs_span_corruption_task keyword_cloze_task text_task',
   't5x_lite.data.config': 'DatasetConfig',
   't5x_lite.data.file_tasks': 'file_task SpanCorruption',

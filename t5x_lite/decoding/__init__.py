@@ -5,6 +5,7 @@ from t5x_lite.lazy_names import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
   globals(),
   {
+    't5x_lite.decoding.allowed_outputs': ('AllowedOutputs', 'read_allowed_outputs'),
     't5x_lite.decoding.beam': ('beam_init', 'beam_search', 'brevity_penalty'),
     't5x_lite.decoding.cache': (
       'add_beam_dim',
@@ -16,6 +17,7 @@ __getattr__, __dir__, __all__ = lazy_names(
       'gather_topk_beams',
       'unflatten_beam_dim',
     ),
+    't5x_lite.decoding.constraints': ('Constraints',),
     't5x_lite.decoding.greedy': ('greedy_search',),
     't5x_lite.decoding.sampling': ('temperature_sample',),
     't5x_lite.decoding.state': (
@@ -23,10 +25,14 @@ __getattr__, __dir__, __all__ = lazy_names(
       'DecodeContract',
       'DecodeFnCallable',
       'DecodingState',
+      'EXCLUDED_VALUE',
       'LogitCallbackFn',
+      'LogitProcessor',
       'MIN_TEMPERATURE',
       'NEG_INF',
       'NEG_INF_VALUE',
+      'ProcessFn',
+      'ProcessorInputs',
       'SamplingLoopState',
       'StateCallbackFn',
       'TokensIdsToLogitsCallable',

@@ -14,6 +14,8 @@ from t5x_lite.decoding import options
 from t5x_lite.decoding.state import NEG_INF_VALUE
 from t5x_lite.decoding.state import BeamState
 from t5x_lite.decoding.state import DecodingState
+from t5x_lite.decoding.state import LogitProcessor
+from t5x_lite.decoding.state import ProcessorInputs
 from t5x_lite.decoding.state import TokensIdsToLogitsCallable
 from t5x_lite.decoding.state import declare
 from t5x_lite.decoding.topk import top_k_two_stage
@@ -81,7 +83,14 @@ def beam_init(
 @declare(
   padding_mask=True,
   reorders_decodes=True,
-  options=('alpha', 'max_decode_len', 'max_decode_step', 'min_log_prob', 'stop_token_ids'),
+  options=(
+    'alpha',
+    'max_decode_len',
+    'max_decode_step',
+    'min_log_prob',
+    'stop_token_ids',
+    'logit_processor',
+  ),
 )
 def beam_search(
   inputs: Array,
@@ -99,6 +108,7 @@ def beam_search(
   *,
   stop_token_ids: Sequence[int] = (),
   padding_mask: Array | None = None,
+  logit_processor: LogitProcessor | None = None,
 ) -> tuple[Array, Array]:
   """Search for the `num_decodes` sequences of each row with the best scores.
 
@@ -125,6 +135,8 @@ def beam_search(
       input, and leaves named `cache_index` have one entry per row. None: the cache is empty.
     stop_token_ids: more tokens that end a sequence.
     padding_mask: <bool>[batch], True for padding rows; see `DecodeContract`.
+    logit_processor: changes the log-probabilities of each step, such as `Constraints`; they are not normalized again.
+      Sequences with an excluded token are not returned as ended ones.
 
   Returns:
     (<int32>[batch, num_decodes, max_decode_len] sequences, <float32>[batch, num_decodes] scores), in ascending order:
@@ -181,6 +193,20 @@ def beam_search(
   # Column s: input token of step 0 (s = 0) or forced choice of step s - 1; 0 if not forced. One column more than steps.
   padded = jnp.pad(inputs.astype(jnp.int32), ((0, 0), (0, length + 1)))
   forced = _shift_left(padded, num_cached)[:, : length + 1]
+  processor_state = None
+  if logit_processor is not None:
+    processor_state, process = logit_processor(
+      ProcessorInputs(
+        tokens=inputs,
+        num_cached=num_cached,
+        max_length=length,
+        max_decoded=options.decode_length(length, max_decode_step),
+        ends=ends,
+      )
+    )
+    processor_state = jax.tree.map(
+      lambda x: cache_lib.flat_batch_beam_expand(x, num_decodes), processor_state
+    )
   live_seqs = None
   if is_prefilled:
     # [batch, beam, length + 1]: sequences begin with the first token that the cache does not contain.
@@ -215,6 +241,16 @@ def beam_search(
     )
     return cache_lib.cache_map(lambda x: cache_lib.flatten_beam_dim(x, cache_offset), cache)
 
+  def select_rows(tree, beams):
+    """Select beams in arrays [batch * beam, ...]."""
+
+    def select(x):
+      x = cache_lib.unflatten_beam_dim(x, batch_size, num_decodes)
+      x = cache_lib.gather_beams(x, beams, batch_size, num_decodes, num_decodes, one_hot=False)
+      return cache_lib.flatten_beam_dim(x)
+
+    return jax.tree.map(select, tree)
+
   def decode_position(state: BeamState) -> BeamState:
     cur_tokens = jax.lax.dynamic_slice_in_dim(state.live_seqs, state.cur_index, 1, axis=2)
     logits, new_cache = tokens_to_logits(
@@ -227,10 +263,20 @@ def beam_search(
     )
     new_cache = cache_lib.like_cache(new_cache, state.cache)
     # [batch, beam, vocab]: float32 because log-probabilities are summed over the sequence.
-    logits = cache_lib.unflatten_beam_dim(logits.astype(jnp.float32), batch_size, num_decodes)
+    logits = logits.astype(jnp.float32)
+    processor_state = state.processor_state
+    if logit_processor is not None:
+      # [rows, vocab]: a row's beams compete, so that its constraints must not change the probabilities of what is left.
+      logits = jax.nn.log_softmax(logits)
+      processor_state, logits = process(
+        processor_state, cache_lib.flatten_beam_dim(cur_tokens)[:, 0], logits
+      )
+    logits = cache_lib.unflatten_beam_dim(logits, batch_size, num_decodes)
     next_forced = jax.lax.dynamic_slice_in_dim(forced, state.cur_index + 1, 1, axis=1)
     # [batch, 2 * beam] each: at most `beam` of them end with the end token, so that `beam` can continue.
-    log_probs, beams, tokens = _best_extensions(logits, state.live_logprobs, next_forced)
+    log_probs, beams, tokens = _best_extensions(
+      logits, state.live_logprobs, next_forced, is_normalized=logit_processor is not None
+    )
     # [batch, 2 * beam, length + 1]
     sequences = cache_lib.gather_beams(
       state.live_seqs, beams, batch_size, num_decodes, 2 * num_decodes, one_hot=False
@@ -239,6 +285,9 @@ def beam_search(
       sequences, tokens[:, :, None], state.cur_index + 1, axis=2
     )
     has_ended = options.is_end_token(tokens, ends)
+    if logit_processor is not None:
+      # Neither an excluded sequence nor one of the impossible beams of the start is a result.
+      has_ended &= log_probs > NEG_INF_VALUE / 2
 
     # [batch, beam] each: live beams, the best extensions that have not ended.
     live_log_probs = log_probs + has_ended * NEG_INF_VALUE
@@ -247,6 +296,7 @@ def beam_search(
     )
     if num_decodes > 1:
       new_cache = select_beams(new_cache, live_beams)
+      processor_state = select_rows(processor_state, live_beams)
 
     # [batch, beam] each: ended sequences, the best of the 2 * beam new and the beam earlier ones.
     penalty = brevity_penalty(alpha, num_cached[:, None] + state.cur_index + 1)
@@ -268,6 +318,7 @@ def beam_search(
       finished_seqs=finished_seqs,
       finished_flags=finished_flags,
       cache=new_cache,
+      processor_state=processor_state,
     )
     if is_prefilled:
       return _keep_complete_rows(is_complete(state), state, new_state)
@@ -283,7 +334,7 @@ def beam_search(
     initial.cache,
     apply_to_index=is_prefilled,
   )
-  initial = dataclasses.replace(initial, cache=flat_cache)
+  initial = dataclasses.replace(initial, cache=flat_cache, processor_state=processor_state)
   final = jax.lax.while_loop(not_done, decode_position, initial)
   # [batch, 1]: True for rows with an ended sequence; the others return their live beams.
   any_finished = jnp.any(final.finished_flags, axis=1)[:, None]
@@ -297,7 +348,7 @@ def beam_search(
 
 
 def _best_extensions(
-  logits: Array, live_logprobs: Array, forced: Array
+  logits: Array, live_logprobs: Array, forced: Array, is_normalized: bool
 ) -> tuple[Array, Array, Array]:
   """Rank all one-token extensions of each row's beams.
 
@@ -305,6 +356,7 @@ def _best_extensions(
     logits: <float32>[batch, beam, vocab].
     live_logprobs: <float32>[batch, beam].
     forced: <int32>[batch, 1], forced token of the row; 0 if not forced.
+    is_normalized: True if `logits` are log-probabilities.
 
   Returns:
     The 2 * beam best: (log-probabilities <float32>, extended beams <int32>, tokens <int32>), each [batch, 2 * beam], in
@@ -317,8 +369,12 @@ def _best_extensions(
   # [batch * beam, vocab], and [batch * beam, 1] each.
   logits = logits.reshape(-1, vocab_size)
   before = live_logprobs.reshape(-1, 1)
-  largest = jnp.max(logits, axis=-1, keepdims=True)
-  log_sum = jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True))
+  if is_normalized:
+    largest = 0.0
+    log_sum = 0.0
+  else:
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    log_sum = jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True))
   # The best of each beam, then the best of these, ranked by log-probabilities: ranking by logits gives the same order
   # except for values that rounding makes equal.
   log_probs, tokens = top_k_two_stage(logits, num_of_beam, lambda x: x - largest - log_sum + before)

@@ -9,13 +9,18 @@ from t5x_lite import checks
 from t5x_lite.decoding import loop
 from t5x_lite.decoding import options
 from t5x_lite.decoding import sampling
+from t5x_lite.decoding.state import LogitProcessor
 from t5x_lite.decoding.state import Rows
 from t5x_lite.decoding.state import TokensIdsToLogitsCallable
 from t5x_lite.decoding.state import declare
 from t5x_lite.types import Array
 
 
-@declare(padding_mask=True, max_num_decodes=1, options=('max_decode_steps', 'stop_token_ids'))
+@declare(
+  padding_mask=True,
+  max_num_decodes=1,
+  options=('max_decode_steps', 'stop_token_ids', 'logit_processor'),
+)
 def greedy_search(
   inputs: Array,
   cache: Mapping[str, Any],
@@ -29,6 +34,7 @@ def greedy_search(
   max_decode_steps: int | Array | None = None,
   stop_token_ids: Sequence[int] = (),
   padding_mask: Array | None = None,
+  logit_processor: LogitProcessor | None = None,
 ) -> tuple[Array, Array]:
   """Decode each row greedily until all rows have ended.
 
@@ -46,6 +52,8 @@ def greedy_search(
     max_decode_steps: number of tokens to decode after each prompt, <int32>[] or [batch]; None: up to `length`.
     stop_token_ids: more tokens that end a sequence.
     padding_mask: <bool>[batch], True for padding rows; see `DecodeContract`.
+    logit_processor: changes the logits of each step, such as `Constraints`; log-probabilities are those of the changed
+      logits.
 
   Returns:
     (<int32>[batch, 1, length] sequences, <float32>[batch, 1] log-probabilities of the decoded tokens, the end token
@@ -81,5 +89,7 @@ def greedy_search(
     ends=options.end_token_ids(eos_id, stop_token_ids),
     # Greedy search draws nothing, but the state of the loop has a key.
     rng=jax.random.key(0),
+    max_decoded=options.decode_length(inputs.shape[1], max_decode_steps),
+    logit_processor=logit_processor,
   )
   return sequences[:, None], log_probs[:, None]

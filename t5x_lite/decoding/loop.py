@@ -11,6 +11,8 @@ from t5x_lite.decoding.cache import like_cache
 from t5x_lite.decoding.options import is_end_token
 from t5x_lite.decoding.state import DecodingState
 from t5x_lite.decoding.state import LogitCallbackFn
+from t5x_lite.decoding.state import LogitProcessor
+from t5x_lite.decoding.state import ProcessorInputs
 from t5x_lite.decoding.state import Rows
 from t5x_lite.decoding.state import SamplingLoopState
 from t5x_lite.decoding.state import StateCallbackFn
@@ -32,8 +34,10 @@ def decode_tokens(
   *,
   ends: tuple[int, ...],
   rng: Array,
+  max_decoded: int,
   state_callback_fn: StateCallbackFn | None = None,
   logit_callback_fn: LogitCallbackFn | None = None,
+  logit_processor: LogitProcessor | None = None,
 ) -> tuple[Array, Array]:
   """Decode one sequence for each row.
 
@@ -47,8 +51,10 @@ def decode_tokens(
     choose: chooses the tokens from logits.
     ends: tokens that end a sequence.
     rng: key of the draws, split in each step.
+    max_decoded: largest number of tokens that a row may decode, as far as it is known.
     state_callback_fn: may change the state before each step and at the end.
     logit_callback_fn: may change the logits of a step.
+    logit_processor: changes these logits, in float32.
 
   Returns:
     (<int32>[rows, length] tokens, <float32>[rows] sums of the log-probabilities of decoded tokens, the end token
@@ -76,6 +82,17 @@ def decode_tokens(
     return jnp.sum(is_end_token(sequences, ends), axis=1)
 
   num_ends_forced = count_ends(sequences)
+  processor_state = None
+  if logit_processor is not None:
+    processor_state, process = logit_processor(
+      ProcessorInputs(
+        tokens=inputs,
+        num_cached=position,
+        max_length=length,
+        max_decoded=max_decoded,
+        ends=ends,
+      )
+    )
 
   def not_done(state: SamplingLoopState) -> Array:
     return ~jnp.all(state.ended)
@@ -94,9 +111,13 @@ def decode_tokens(
     )
     if logit_callback_fn is not None:
       logits = logit_callback_fn(logits, state)
-    # [rows] each: chosen tokens and their log-probabilities, from float32 logits [rows, vocab] because
-    # log-probabilities are summed over the sequence.
-    choice, choice_log_prob = choose(rng, logits.astype(jnp.float32))
+    # [rows, vocab]: float32 because log-probabilities are summed over the sequence.
+    logits = logits.astype(jnp.float32)
+    processor_state = state.processor_state
+    if logit_processor is not None:
+      processor_state, logits = process(processor_state, state.cur_token[:, 0], logits)
+    # [rows] each: chosen tokens and their log-probabilities.
+    choice, choice_log_prob = choose(rng, logits)
 
     ended = state.ended[:, 0]
     position = jnp.minimum(state.cur_index, limit)
@@ -122,6 +143,7 @@ def decode_tokens(
       ended=(ended | ends_now | (position + 1 >= limit))[:, None],
       rng=next_rng,
       log_prob=state.log_prob + jnp.where(is_decoded, choice_log_prob, 0.0),
+      processor_state=processor_state,
     )
 
   final = jax.lax.while_loop(
@@ -137,6 +159,7 @@ def decode_tokens(
       ended=(padding_mask | (position >= limit))[:, None],
       rng=rng,
       log_prob=jnp.zeros((num_rows,), jnp.float32),
+      processor_state=processor_state,
     ),
   )
   # Forced tokens after the end of a row are still there if the loop ended with that row.

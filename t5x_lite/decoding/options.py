@@ -177,6 +177,13 @@ def max_decode_steps(inputs: Array, hard_limit: int | None = None) -> Expectatio
   ).or_none()
 
 
+def decode_length(length: int, *bounds: Any) -> int:
+  """Return the least of `length` and the largest number of each bound above 0; None and traced bounds do not count."""
+  known = [concrete(bound) for bound in bounds if bound is not None]
+  largest = [int(np.max(bound)) for bound in known if bound is not None]
+  return min([length, *(bound for bound in largest if bound > 0)])
+
+
 def mask_or_zeros(mask: Array | None, batch_size: int) -> Array:
   """Return `mask` as <bool>[`batch_size`]; None means no padding."""
   if mask is None:

@@ -17,6 +17,7 @@ from t5x_lite.decoding import options
 from t5x_lite.decoding.state import MIN_TEMPERATURE
 from t5x_lite.decoding.state import NEG_INF_VALUE
 from t5x_lite.decoding.state import LogitCallbackFn
+from t5x_lite.decoding.state import LogitProcessor
 from t5x_lite.decoding.state import Rows
 from t5x_lite.decoding.state import StateCallbackFn
 from t5x_lite.decoding.state import TokensIdsToLogitsCallable
@@ -43,6 +44,7 @@ _CLEARLY_ABOVE_MASKED = NEG_INF_VALUE + 1000.0
     'state_callback_fn',
     'logit_callback_fn',
     'stop_token_ids',
+    'logit_processor',
   ),
 )
 def temperature_sample(
@@ -65,6 +67,7 @@ def temperature_sample(
   *,
   stop_token_ids: Sequence[int] = (),
   padding_mask: Array | None = None,
+  logit_processor: LogitProcessor | None = None,
 ) -> tuple[Array, Array]:
   """Sample `num_decodes` sequences for each row and return them ranked by log-probability.
 
@@ -99,6 +102,8 @@ def temperature_sample(
     logit_callback_fn: returns changed logits of a step.
     stop_token_ids: more tokens that end a sequence.
     padding_mask: <bool>[batch], True for padding rows; see `DecodeContract`.
+    logit_processor: changes the logits of each step, such as `Constraints`, after `logit_callback_fn` and before the
+      temperature. "Logits" above are the changed ones.
 
   Returns:
     (<int32>[batch, num_decodes, length] sequences, <float32>[batch, num_decodes] log-probabilities of the decoded
@@ -134,8 +139,10 @@ def temperature_sample(
     max_decode_steps_hard_limit=checks.number(at_least=0, integer=True).or_none(),
     max_decode_steps=options.max_decode_steps(inputs, max_decode_steps_hard_limit),
   )
+  max_decoded = options.decode_length(inputs.shape[1], max_decode_steps)
   max_decode_steps = options.int32_or_none(max_decode_steps)
   if max_decode_steps is not None and max_decode_steps_hard_limit:
+    max_decoded = min(max_decoded, max_decode_steps_hard_limit)
     max_decode_steps = jnp.minimum(max_decode_steps, max_decode_steps_hard_limit)
   rows = Rows(
     tokens=inputs,
@@ -168,8 +175,10 @@ def temperature_sample(
     _choose_fn(temperature, topk, topp, num_decodes, rescale_log_probs),
     ends=options.end_token_ids(eos_id, stop_token_ids),
     rng=decode_rng,
+    max_decoded=max_decoded,
     state_callback_fn=state_callback_fn,
     logit_callback_fn=logit_callback_fn,
+    logit_processor=logit_processor,
   )
   # [batch, num_decodes, length] and [batch, num_decodes]
   sequences = cache_lib.unflatten_beam_dim(sequences, batch_size, num_decodes)

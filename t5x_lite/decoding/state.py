@@ -8,11 +8,14 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from flax import struct
 import numpy as np
 
-from t5x_lite.types import Array
+from t5x_lite.types import Array, PyTree
 
 # Score or logit of an impossible choice: finite, so that sums and differences of it are not NaN.
 NEG_INF_VALUE = -1.0e7
 NEG_INF = np.array(NEG_INF_VALUE)
+# Logit of a token that a logit processor excludes: below NEG_INF_VALUE even after a division by a temperature or by the
+# brevity penalty, so that a beam with such a token ranks below all others and stops no search late.
+EXCLUDED_VALUE = 1.0e3 * NEG_INF_VALUE
 # At or below this temperature sampling takes the most probable token.
 MIN_TEMPERATURE = np.array(1e-4)
 
@@ -50,6 +53,7 @@ class SamplingLoopState:
     ended: <bool>[rows, 1], True for complete rows.
     rng: key of the next draws.
     log_prob: <float32>[rows], sum over the decoded tokens.
+    processor_state: state of the logit processor; None without one.
   """
 
   step: Array
@@ -60,6 +64,7 @@ class SamplingLoopState:
   ended: Array
   rng: Array
   log_prob: Array
+  processor_state: PyTree = None
 
 
 @struct.dataclass
@@ -76,6 +81,7 @@ class BeamState:
     cache: the network's `cache` collection for [batch * beam] rows; in the result of `beam_init` with dims [batch,
       beam] instead.
     initial_index: <int32>[batch], number of tokens of each row in the cache at the start; None for an empty cache.
+    processor_state: state of the logit processor, for [batch * beam] rows; None without one.
   """
 
   cur_index: Array
@@ -86,6 +92,7 @@ class BeamState:
   finished_flags: Array
   cache: Any
   initial_index: Array | None
+  processor_state: PyTree = None
 
 
 class Rows(NamedTuple):
@@ -119,6 +126,33 @@ StateCallbackFn = Callable[[SamplingLoopState], SamplingLoopState]
 
 # (<float>[rows, vocab] logits, state before the step) -> logits to choose from.
 LogitCallbackFn = Callable[[Array, SamplingLoopState], Array]
+
+
+class ProcessorInputs(NamedTuple):
+  """Properties of a decoding that a logit processor starts from.
+
+  Attributes:
+    tokens: <int32>[rows, length]; ids above 0 after column 0 are the prompt, and column 0 is the start token.
+    num_cached: <int32>[rows], number of tokens in the cache, which no step reads again.
+    max_length: number of tokens of the longest sequence, without the start token.
+    max_decoded: largest number of tokens that a row may decode, as far as it is known.
+    ends: tokens that end a sequence.
+  """
+
+  tokens: Array
+  num_cached: Array
+  max_length: int
+  max_decoded: int
+  ends: tuple[int, ...]
+
+
+# (state, <int32>[rows] input tokens of the step, <float32>[rows, vocab] logits) -> (state, logits to choose from). A
+# pure function of one row after the other.
+ProcessFn = Callable[[PyTree, Array, Array], tuple[PyTree, Array]]
+
+# Starts a logit processor for some rows: returns its state, a tree of arrays [rows, ...], and its function of a step.
+# Decoding carries the state from step to step and reorders it with the beams.
+LogitProcessor = Callable[[ProcessorInputs], tuple[PyTree, ProcessFn]]
 
 
 class DecodeFnCallable(Protocol):

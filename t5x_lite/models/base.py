@@ -212,6 +212,8 @@ class BaseTransformerModel(BaseModel):
     output_vocabulary: vocabulary of the targets; both are used through `vocab_size`, `eos_id`, `pad_id` and `decode`.
     optimizer_def: the optimizer, or None for a model that is never trained.
     decode_fn: decoding algorithm of predictions.
+    constraints: constraints on predictions, which `decode_fn` must support. They replace a `logit_processor` of
+      `decode_fn`. None for none.
     label_smoothing: probability mass, in [0, 1), moved from the target to all other ids.
     z_loss: coefficient of the z-loss, which keeps the softmax's normaliser near 1.
     loss_normalizing_factor: divisor of the summed loss: None, a number above 0, or a special factor or its name; see
@@ -252,6 +254,7 @@ class BaseTransformerModel(BaseModel):
     *,
     feature_converter_cls: Any = None,
     metric_fns: Sequence[MetricFn] = (),
+    constraints: decoding.Constraints | None = None,
   ):
     super().__init__(optimizer_def)
     if isinstance(loss_normalizing_factor, str):
@@ -296,6 +299,7 @@ class BaseTransformerModel(BaseModel):
     self._input_vocabulary = input_vocabulary
     self._output_vocabulary = output_vocabulary
     self._decode_fn = decode_fn
+    self._constraints = _encoded(constraints, output_vocabulary, type(self).__name__)
     self._label_smoothing = label_smoothing
     self._z_loss = z_loss
     self._loss_normalizing_factor = loss_normalizing_factor
@@ -344,6 +348,24 @@ class BaseTransformerModel(BaseModel):
     _check_decode_fn(decode_fn)
     model = copy.copy(self)
     model._decode_fn = decode_fn
+    return model
+
+  @property
+  def constraints(self) -> decoding.Constraints | None:
+    """Constraints on predictions, with encoded outputs; None for none."""
+    return self._constraints
+
+  def with_constraints(self, constraints: decoding.Constraints | None) -> 'BaseTransformerModel':
+    """Return a copy of this model with other constraints on its predictions.
+
+    Args:
+      constraints: the constraints, or None.
+
+    Raises:
+      ConfigError: the file of allowed outputs is invalid.
+    """
+    model = copy.copy(self)
+    model._constraints = _encoded(constraints, self.output_vocabulary, type(self).__name__)
     return model
 
   def with_metric_fns(self, metric_fns, owner):
@@ -621,6 +643,22 @@ def _check_decode_fn(decode_fn):
   )
   if decode_fn is not None:
     decoding.contract_of(decode_fn)
+
+
+def _encoded(constraints, vocabulary, owner):
+  checks.check(
+    owner,
+    {'constraints': constraints},
+    constraints=checks.instance(
+      decoding.Constraints,
+      'decoding.Constraints',
+      'In gin, write constraints = @decoding.Constraints().',
+    ).or_none(),
+  )
+  # Without effect, they must not change the program.
+  if constraints is None or constraints == decoding.Constraints():
+    return None
+  return constraints.encoded(vocabulary)
 
 
 def _check_network(module):

@@ -44,6 +44,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
     z_loss: see `BaseTransformerModel`.
     loss_normalizing_factor: see `BaseTransformerModel`.
     metric_fns: see `BaseTransformerModel`.
+    constraints: see `BaseTransformerModel`.
 
   Raises:
     ConfigError: see `BaseTransformerModel`.
@@ -66,6 +67,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
     loss_normalizing_factor: losses.LossNormalizingFactor = None,
     *,
     metric_fns: Sequence[base.MetricFn] = (),
+    constraints: decoding.Constraints | None = None,
   ):
     super().__init__(
       module=module,
@@ -78,6 +80,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
       loss_normalizing_factor=loss_normalizing_factor,
       feature_converter_cls=feature_converter_cls,
       metric_fns=metric_fns,
+      constraints=constraints,
     )
     self._inputs_bidirectional_attention = inputs_bidirectional_attention
 
@@ -196,6 +199,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
       eos_id=self.output_vocabulary.eos_id,
       num_decodes=num_decodes,
       prefilled=True,
+      constraints=self.constraints,
     )
     is_prompt = batch[_PREFIX] > 0
     # Padding rows have no start token. They get a prompt that leaves one token to decode, so that they end at once.

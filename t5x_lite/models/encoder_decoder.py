@@ -63,6 +63,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     loss_normalizing_factor: see `BaseTransformerModel`.
     default_decoder_params: `DecoderParams` of predictions whose call does not specify them.
     metric_fns: see `BaseTransformerModel`.
+    constraints: see `BaseTransformerModel`.
     stop_token_ids: tokens that end a decoded sequence, in addition to the end token of `output_vocabulary`; if there
       are any, they replace those of `decode_fn`.
     decoder_start_id: first input of the decoder for each text, also in packed rows. Batches have 0 there, whatever
@@ -90,6 +91,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     default_decoder_params: DecoderParams | None = None,
     *,
     metric_fns: Sequence[base.MetricFn] = (),
+    constraints: decoding.Constraints | None = None,
     stop_token_ids: Sequence[int] = (),
     decoder_start_id: int = 0,
   ):
@@ -104,6 +106,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
       loss_normalizing_factor=loss_normalizing_factor,
       feature_converter_cls=feature_converter_cls,
       metric_fns=metric_fns,
+      constraints=constraints,
     )
     checks.check(
       'models.EncoderDecoderModel',
@@ -260,6 +263,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
       num_decodes=num_decodes,
       prefilled=prompt_with_targets,
       stop_token_ids=self.stop_token_ids,
+      constraints=self.constraints,
     )
     decoder_inputs = batch['decoder_input_tokens']
     if prompt_with_targets:

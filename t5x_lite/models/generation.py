@@ -267,6 +267,7 @@ def decode_options(
   num_decodes: int,
   prefilled: bool,
   stop_token_ids: Sequence[int] = (),
+  constraints: decoding.Constraints | None = None,
 ) -> dict[str, Any]:
   """Return the options of a decoding, checked before anything is computed.
 
@@ -279,6 +280,7 @@ def decode_options(
     num_decodes: number of sequences for each row.
     prefilled: True if decoding starts after prompts.
     stop_token_ids: further tokens that end a sequence.
+    constraints: constraints of the model, or None.
 
   Returns:
     Keyword arguments of `decode_fn`.
@@ -321,6 +323,16 @@ def decode_options(
     )
   if others:
     options['stop_token_ids'] = others
+  if constraints is not None and supported is not None and 'logit_processor' not in supported:
+    raise checks.invalid(
+      '',
+      'decode_fn',
+      'a decoding algorithm with the argument logit_processor, for the constraints of the model',
+      _name(decode_fn),
+      'Use decoding.beam_search, or remove the constraints.',
+    )
+  if constraints is not None:
+    options['logit_processor'] = constraints
   for name, value in (decoder_params or {}).items():
     if supported is None:
       known = None

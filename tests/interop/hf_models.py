@@ -43,6 +43,17 @@ def _libraries() -> Any:
   return importlib.import_module('tests.interop.libraries')
 
 
+def process_scores(
+  name: str, constraints: Mapping[str, Any], ids: np.ndarray, scores: np.ndarray, eos_id: int
+) -> dict[str, np.ndarray]:
+  """Return what `libraries.process_scores` returns; `name` is that of the constraints."""
+  return records.get().ask(
+    f'processed_scores/{name}',
+    {'constraints': constraints, 'ids': ids, 'scores': scores, 'eos_id': eos_id},
+    lambda: _libraries().process_scores(constraints, ids, scores, eos_id),
+  )
+
+
 class Batch(dict):
   """A batch of arrays with a label for names of results."""
 

@@ -259,6 +259,7 @@ def generate(
   num_beams: int = 1,
   alpha: float | None = None,
   all_may_end: bool = False,
+  **constraints: Any,
 ) -> dict[str, np.ndarray]:
   """Return int32 tokens [rows, decodes, length] with 0 behind the end, best first, and with beams their scores.
 
@@ -269,11 +270,12 @@ def generate(
     num_beams: number of beams, all of which are returned; 1 is greedy search.
     alpha: exponent of T5X's brevity penalty, for beams.
     all_may_end: undo rule 1, and return in which rows this made a difference, as `changed_rows`.
+    **constraints: options of `generate` that make logit processors.
   """
   model, num_rows = copy.deepcopy(model), len(encoder_inputs)
-  options: dict[str, Any] = {}
+  options: dict[str, Any] = dict(constraints)
   if num_beams > 1:
-    options = dict(
+    options |= dict(
       num_return_sequences=num_beams,
       early_stopping='never',
       length_penalty=_BrevityPenalty(alpha),
@@ -354,6 +356,36 @@ def ctranslate2_results(
   scores = translator.score_batch(inputs, targets)
   log_probs = np.array([each for result in scores for each in result.log_probs], np.float32)
   return {'tokens': tokens, 'log_probs': log_probs}
+
+
+def process_scores(
+  constraints: dict[str, Any], ids: np.ndarray, scores: np.ndarray, eos_id: int
+) -> dict[str, np.ndarray]:
+  """Return the scores after the first, the first two, ... tokens as processors change them, and the excluded ones.
+
+  Excluded scores are 0 in the result.
+
+  Args:
+    constraints: options of `generate`.
+    ids: int [rows, length], tokens, the start token included.
+    scores: float32 [length, rows, vocab], logits or log-probabilities.
+    eos_id: end token.
+  """
+  config = transformers.GenerationConfig(eos_token_id=eos_id, **constraints)
+  config._eos_token_tensor = torch.tensor([eos_id])
+  sizes = dict(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+  model = transformers.T5ForConditionalGeneration(
+    transformers.T5Config(vocab_size=scores.shape[-1], **sizes)
+  )
+  processors = model._get_logits_processor(config, input_ids_seq_length=1)
+  found = np.stack(
+    [
+      processors(torch.from_numpy(ids[:, : i + 1]).long(), torch.from_numpy(each.copy())).numpy()
+      for i, each in enumerate(scores)
+    ]
+  )
+  is_excluded = np.isneginf(found)
+  return {'scores': np.where(is_excluded, 0, found), 'is_excluded': is_excluded}
 
 
 def relative_position_buckets(

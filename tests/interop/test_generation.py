@@ -1,4 +1,4 @@
-"""Greedy and beam search give what `transformers.generate` gives for the same weights.
+"""Greedy and beam search, with constraints too, give what `transformers.generate` gives for the same weights.
 
 Greedy search agrees without changes. The two beam searches differ by design in four rules. The tests undo or avoid each
 of them, so that all sequences and scores must agree:
@@ -16,10 +16,12 @@ padding id is 0, and its cache fails for decoders that are deeper than the encod
 
 import functools
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from t5x_lite import decoding
+from tests.interop import hf_models
 from tests.interop import reference
 
 _LENGTH, _NUM_BEAMS, _ROWS, _EOS = 24, 4, 6, 1
@@ -32,7 +34,7 @@ def _model_that_ends(family, seed):
 
 
 @functools.cache
-def _predict_fn(name, layout, alpha):
+def _predict_fn(name, layout, alpha, constraints=None):
   """Returns a compiled function from (parameters, batch) to the model's predictions; alpha None: greedily."""
   decode_fn = (
     decoding.greedy_search
@@ -40,7 +42,9 @@ def _predict_fn(name, layout, alpha):
     else functools.partial(decoding.beam_search, alpha=alpha)
   )
   model = reference.our_model(
-    reference.our_module(reference.FAMILIES[name], layout), decode_fn=decode_fn
+    reference.our_module(reference.FAMILIES[name], layout),
+    decode_fn=decode_fn,
+    constraints=constraints,
   )
   return reference.jit(
     functools.partial(
@@ -51,14 +55,14 @@ def _predict_fn(name, layout, alpha):
   )
 
 
-def _ours(model, batch, name, layout, alpha=None):
+def _ours(model, batch, name, layout, alpha=None, constraints=None):
   """Returns (int [rows, decodes, length], their scores), best first."""
   params = reference.our_tree(model.tensors, reference.FAMILIES[name], layout)
   inputs = {
     'encoder_input_tokens': batch['encoder_input_tokens'],
     'decoder_input_tokens': np.zeros((_ROWS, _LENGTH), np.int32),
   }
-  sequences, aux = _predict_fn(name, layout, alpha)(params, inputs)
+  sequences, aux = _predict_fn(name, layout, alpha, constraints)(params, inputs)
   return np.asarray(sequences)[:, ::-1], np.asarray(aux['scores'])[:, ::-1]
 
 
@@ -116,3 +120,87 @@ def test_beam_search(name, layout, alpha):
   assert num_compared >= 18 and (alpha or num_plain), (num_compared, num_plain)
   # Where logits are not scaled, the end is among the k best candidates or not even among the 2k.
   assert num_changed or name == 'tied_unscaled'
+
+
+# Options of `Constraints`, each of which changes something in the tests below.
+_CONSTRAINTS = {
+  'no_repeat_ngram_size 1': dict(no_repeat_ngram_size=1),
+  'no_repeat_ngram_size 2': dict(no_repeat_ngram_size=2),
+  'no_repeat_ngram_size 3': dict(no_repeat_ngram_size=3),
+  'repetition_penalty 1.7': dict(repetition_penalty=1.7),
+  'repetition_penalty 0.6': dict(repetition_penalty=0.6),
+  'min_decode_len 8': dict(min_decode_len=8),
+  'all': dict(no_repeat_ngram_size=2, repetition_penalty=1.3, min_decode_len=8),
+}
+
+
+def _of_generate(options):
+  """Return the options of `generate` for options of `Constraints`."""
+  return {
+    {'min_decode_len': 'min_length'}.get(name, name): value for name, value in options.items()
+  }
+
+
+@pytest.mark.parametrize('name', _CONSTRAINTS)
+def test_constraints_of_a_step(name):
+  options, rows, length, vocab_size = _CONSTRAINTS[name], 2, 10, 7
+  rng = np.random.default_rng(0)
+  # Few tokens, so that n-grams repeat. The start token is 0.
+  ids = rng.integers(2, 5, (rows, length)).astype(np.int32)
+  ids[:, 0] = 0
+  scores = rng.normal(size=(length, rows, vocab_size)).astype(np.float32) * 3
+  want = hf_models.process_scores(name, _of_generate(options), ids, scores, _EOS)
+  assert np.any(want['scores'] != scores)
+  state, process = decoding.Constraints(**options)(
+    decoding.ProcessorInputs(
+      tokens=jnp.zeros((rows, length), jnp.int32),
+      num_cached=jnp.zeros((rows,), jnp.int32),
+      max_length=length,
+      max_decoded=length,
+      ends=(_EOS,),
+    )
+  )
+  process = reference.jit(process)
+  for column in range(length):
+    state, processed = process(state, ids[:, column], scores[column])
+    is_excluded = processed == decoding.EXCLUDED_VALUE
+    np.testing.assert_array_equal(is_excluded, want['is_excluded'][column])
+    np.testing.assert_allclose(
+      np.where(is_excluded, 0, processed), want['scores'][column], rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize('name', ['no_repeat_ngram_size 2', 'min_decode_len 8', 'all'])
+def test_greedy_search_with_constraints(name):
+  options = _CONSTRAINTS[name]
+  # The first model ends soon, the second late.
+  models = [_model_that_ends(reference.FAMILIES['t5_1_0'], seed) for seed in (1, 2)]
+  wanted = [model.generate(batch, _LENGTH, **_of_generate(options)) for model, batch in models]
+  plain = [model.generate(batch, _LENGTH) for model, batch in models]
+  num_changed = 0
+  for (model, batch), want, without in zip(models, wanted, plain, strict=True):
+    sequences, _ = _ours(model, batch, 't5_1_0', 't5', constraints=decoding.Constraints(**options))
+    np.testing.assert_array_equal(sequences, want['tokens'])
+    num_changed += np.any(want['tokens'] != without['tokens'], axis=(1, 2)).sum()
+  assert num_changed > 1
+
+
+@pytest.mark.parametrize('name', ['repetition_penalty 1.7', 'all'])
+def test_beam_search_with_constraints(name):
+  options = _CONSTRAINTS[name]
+  beams = dict(num_beams=_NUM_BEAMS, alpha=0.0, all_may_end=True)  # rule 1 undone
+  models = [_model_that_ends(reference.FAMILIES['t5_1_0'], seed) for seed in (1, 2)]
+  wanted = [
+    model.generate(batch, _LENGTH, **beams, **_of_generate(options)) for model, batch in models
+  ]
+  num_compared = 0
+  for (model, batch), theirs in zip(models, wanted, strict=True):
+    constraints = decoding.Constraints(**options)
+    sequences, scores = _ours(model, batch, 't5_1_0', 't5', 0.0, constraints)
+    want, want_scores = theirs['tokens'], theirs['scores']
+    # Rule 4.
+    compared = np.all(np.any(want == _EOS, axis=-1), axis=-1)
+    np.testing.assert_array_equal(sequences[compared], want[compared])
+    np.testing.assert_allclose(scores[compared], want_scores[compared], atol=3e-5, rtol=3e-6)
+    num_compared += compared.sum()
+  assert num_compared > 1

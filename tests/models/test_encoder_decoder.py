@@ -318,6 +318,44 @@ def test_stop_token_ids_need_a_decode_fn_with_them(batch):
     cases.make_model(stop_token_ids=(0,))
 
 
+@pytest.mark.parametrize(
+  'decode_fn', [decoding.greedy_search, decoding.temperature_sample, decoding.beam_search]
+)
+def test_constraints_of_the_model_reach_its_decode_fn(batch, decode_fn):
+  constraints = decoding.Constraints(min_decode_len=4, no_repeat_ngram_size=1)
+  plain = cases.make_model(decode_fn=decode_fn)
+  params = cases.initialise(plain)['params']
+  wanted, _ = plain.predict_batch_with_aux(
+    params, batch, decoder_params={'logit_processor': constraints}
+  )
+  assert not np.array_equal(wanted, plain.predict_batch(params, batch))
+  model = cases.make_model(constraints=constraints)
+  assert model.constraints == constraints
+  for constrained in (plain.with_constraints(constraints), model.with_decode_fn(decode_fn)):
+    np.testing.assert_array_equal(constrained.predict_batch(params, batch), wanted)
+
+
+def test_constraints_without_effect_change_no_program(batch):
+  plain = cases.make_model(decode_fn=decoding.beam_search)
+  params = cases.initial_params()
+  without = cases.make_model(decode_fn=decoding.beam_search, constraints=decoding.Constraints())
+  programs = {str(jax.make_jaxpr(model.predict_batch)(params, batch)) for model in (plain, without)}
+  assert without.constraints is None and len(programs) == 1
+
+
+def test_constraints_need_a_decode_fn_with_them(batch):
+  def decode(inputs, cache, tokens_to_logits, eos_id, num_decodes, decode_rng, cache_offset):
+    raise AssertionError
+
+  model = cases.make_model(decode_fn=decode, constraints=decoding.Constraints(min_decode_len=2))
+  with pytest.raises(errors.ConfigError, match='argument logit_processor, for the constraints'):
+    model.predict_batch(cases.initial_params(), batch)
+  with pytest.raises(
+    errors.ConfigError, match='constraints` must be decoding.Constraints .*In gin'
+  ):
+    cases.make_model(constraints=decoding.Constraints)
+
+
 def test_two_keys_for_one_decoding_raise(batch):
   with pytest.raises(errors.ConfigError, match='not both'):
     cases.make_model().predict_batch_with_aux(

@@ -2,6 +2,8 @@
 
 import argparse
 
+from t5x_lite.apps.common.constraints import add_constraint_arguments
+from t5x_lite.apps.common.constraints import constrained_model
 from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.apps.common.flags import add_gin_arguments
 from t5x_lite.apps.common.runs import find_run
@@ -52,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     action='store_true',
     help='encode <extra_id_0> in an input like any other text, as a task with this option',
   )
+  add_constraint_arguments(parser)
   add_gin_arguments(parser)
 
 
@@ -72,7 +75,7 @@ def run_command(invocation: Invocation) -> int:
     seed=flags.seed,
   )
   chat.chat(
-    model=configuration.argument('model'),
+    model=constrained_model(configuration, flags),
     partitioner=configuration.argument('partitioner'),
     task_feature_lengths=configuration.argument('train_dataset_cfg').task_feature_lengths,
     restore_checkpoint_cfg=checkpoints.RestoreCheckpointConfig(path=run.checkpoint, mode=run.mode),

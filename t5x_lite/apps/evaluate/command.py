@@ -4,6 +4,8 @@ import argparse
 import os
 from typing import Any
 
+from t5x_lite.apps.common.constraints import add_constraint_arguments
+from t5x_lite.apps.common.constraints import constrained_model
 from t5x_lite.apps.common.file_flags import EVAL_FLAGS
 from t5x_lite.apps.common.file_flags import add_file_arguments
 from t5x_lite.apps.common.file_flags import check_reads_files
@@ -60,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     action='store_true',
     help='print the configuration and the checkpoints to evaluate, without evaluating',
   )
+  add_constraint_arguments(parser)
   add_file_arguments(parser, EVAL_FLAGS)
   add_gin_arguments(parser)
   add_seqio_arguments(parser)
@@ -98,7 +101,11 @@ def run_command(invocation: Invocation) -> int:
 
     if multihost.is_lead():
       show(configuration.text)
-  configuration.call(dry_run=flags.dry_run, settings=configuration.settings(_NOT_SETTINGS))
+  configuration.call(
+    dry_run=flags.dry_run,
+    settings=configuration.settings(_NOT_SETTINGS),
+    model=constrained_model(configuration, flags),
+  )
   return ExitCode.OK
 
 

@@ -149,6 +149,8 @@ class EvaluateConfig:
       'restore': restore,
       'settings': dict(self.settings or {}),
     }
+    if self.model.constraints is not None:
+      identity['constraints'] = self.model.constraints.identity
     if evaluator is not None and self.infer_eval_cfg is not None:
       identity['inference_eval'] = {
         'tasks': {task.name: len(task.examples) for task in evaluator.eval_tasks},

@@ -12,6 +12,9 @@ import sys
 import tempfile
 from typing import Any
 
+from t5x_lite.apps.common.constraints import add_constraint_arguments
+from t5x_lite.apps.common.constraints import constrained_model
+from t5x_lite.apps.common.constraints import given_constraints
 from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.apps.common.flags import add_gin_arguments
 from t5x_lite.apps.common.flags import add_seqio_arguments
@@ -110,6 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     '--num_shards', type=int, metavar='N', help='number of workers that share the input'
   )
   shards.add_argument('--shard_id', type=int, metavar='I', help='index of this worker, from 0')
+  add_constraint_arguments(parser)
   add_gin_arguments(parser)
   add_seqio_arguments(parser)
 
@@ -209,13 +213,22 @@ def _infer(invocation: Invocation, folder: str, name: str) -> list[str]:
   settings = {
     f'--gin.{name}': value for name, value in configuration.settings(_NOT_SETTINGS).items()
   }
+  arguments = {'model': constrained_model(configuration, flags)}
+  for name in given_constraints(flags):
+    if configuration.argument('mode') == 'score':
+      raise ConfigError(
+        f"--{name} must be used with predictions, got mode='score'. Remove the flag, or set "
+        "--gin.infer_script.infer.mode='predict'."
+      )
   if flags.input is None:
-    return configuration.call(settings=settings)
+    return configuration.call(settings=settings, **arguments)
   from t5x_lite.apps.infer import input_file
 
   task = input_file.task_of_run(configuration)
   if not input_file.reads_records(task, flags):
-    return configuration.call(settings=settings, dataset_cfg=_with_keys_of_task(configuration))
+    return configuration.call(
+      settings=settings, **arguments, dataset_cfg=_with_keys_of_task(configuration)
+    )
   for flag in ('input_template', 'target_template', 'keep_fields', 'columns'):
     if (value := getattr(flags, flag)) is not None:
       settings[f'--{flag}'] = value
@@ -223,7 +236,7 @@ def _infer(invocation: Invocation, folder: str, name: str) -> list[str]:
     dataset_cfg = input_file.dataset_of_records(
       task, configuration, flags, path, _kept_fields(flags.keep_fields)
     )
-    return configuration.call(settings=settings, dataset_cfg=dataset_cfg)
+    return configuration.call(settings=settings, **arguments, dataset_cfg=dataset_cfg)
 
 
 def _kept_fields(names: str | None) -> list[str] | None:

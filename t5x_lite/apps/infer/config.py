@@ -186,6 +186,8 @@ class InferConfig:
       'fallback_init_rng': self.fallback_init_rng,
       'source': source.identity,
     }
+    if self.model.constraints is not None:
+      identity['constraints'] = self.model.constraints.identity
     if self.output_vocab_feature_name != 'targets':
       identity['output_vocab_feature_name'] = self.output_vocab_feature_name
     return identity | builders.identity(self.restore_checkpoint_cfg)
