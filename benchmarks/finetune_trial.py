@@ -3,8 +3,8 @@
     python benchmarks/finetune_trial.py --peer_python=/path/to/python [--seeds 5] [--steps 500] [--records 800]
 
 Both programs fine-tune the same folder on the same table with the same settings, one after the other, as a user does: a
-process that reads the files, trains, and decodes the test records greedily. A seed makes the parameters of the folder and
-the records, and is that of both programs. `--peer_python` is the Python of an environment with transformers, torch and
+process that reads the files, trains, and decodes the test records greedily. A seed makes the folder's parameters and the
+records, and is that of both programs. `--peer_python` is the Python of an environment with transformers, torch and
 accelerate. Processor time is that of all threads of the process, from its start to its end, with compilation.
 """
 
@@ -101,11 +101,18 @@ def main() -> None:
     rows.append((seed, *figures.values(), figures['our_seconds'] / figures['peer_seconds']))
   means = [statistics.mean(column) for column in zip(*rows, strict=True)]
   rows.append(('mean', *means[1:]))
-  rates = f'{before:.0f}, {common.matmul_gflops():.0f}'
+  rates = f'{before:.0f}, {common.matmul_gflops():.0f} GFLOP/s'
   common.print_table(
-    f'Fine-tuning on a table ({args.records} records, {args.steps} steps; matmul 2048^3 before, after: {rates} GFLOP/s)',
+    f'Fine-tuning ({args.records} records, {args.steps} steps; matmul 2048^3 before, after: {rates})',
     rows,
-    ('seed', 'ours, s', 'transformers, s', 'ours, exact match', 'transformers, exact match', 'ratio of s'),
+    (
+      'seed',
+      'ours, s',
+      'transformers, s',
+      'ours, exact match',
+      'transformers, exact match',
+      'ratio of s',
+    ),
   )
 
 

@@ -327,6 +327,9 @@ def beam_search(
   initial = beam_init(
     batch_size, num_decodes, length + 1, cache, cache_offset, live_seqs, initial_index
   )
+  if not is_prefilled:
+    live_seqs = initial.live_seqs.at[:, :, 0].set(inputs[:, :1])
+    initial = dataclasses.replace(initial, live_seqs=live_seqs)
   # The loop carries the cache with the network's rows: with a dim of beams, the CPU compiler would keep and write both
   # forms.
   flat_cache = cache_lib.cache_map(

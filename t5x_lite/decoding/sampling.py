@@ -146,7 +146,7 @@ def temperature_sample(
     max_decode_steps = jnp.minimum(max_decode_steps, max_decode_steps_hard_limit)
   rows = Rows(
     tokens=inputs,
-    start_tokens=jnp.zeros((batch_size,), jnp.int32),
+    start_tokens=inputs[:, 0],
     padding_mask=options.mask_or_zeros(padding_mask, batch_size),
     initial_index=options.int32_or_none(initial_index),
     max_decode_steps=max_decode_steps,

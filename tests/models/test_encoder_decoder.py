@@ -307,6 +307,24 @@ def test_the_decoder_starts_with_the_id_of_the_model(batch):
   np.testing.assert_array_equal(np.asarray(prompted)[:, :-1][kept], prompt[kept])
 
 
+@pytest.mark.parametrize(
+  'decode_fn, options',
+  [
+    (decoding.greedy_search, {}),
+    (decoding.temperature_sample, {'topk': 1}),
+    (decoding.beam_search, {}),
+  ],
+)
+def test_each_search_starts_with_the_id_of_the_model(batch, decode_fn, options):
+  model = cases.make_model(decode_fn=decode_fn, decoder_start_id=5)
+  params = cases.initialise(model)['params']
+  logits, _ = model.compute_logits(params, batch)
+  tokens, _ = model.predict_batch_with_aux(
+    params, batch, jax.random.key(0), decoder_params=options, num_decodes=1
+  )
+  np.testing.assert_array_equal(tokens[:, 0], np.asarray(logits)[:, 0].argmax(-1))
+
+
 def test_stop_token_ids_need_a_decode_fn_with_them(batch):
   def decode(inputs, cache, tokens_to_logits, eos_id, num_decodes, decode_rng, cache_offset):
     raise AssertionError

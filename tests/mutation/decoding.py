@@ -3,6 +3,20 @@
 from tests.mutation.mutant import Mutant
 
 MUTANTS = (
+  Mutant(
+    'beams_start_with_padding',
+    't5x_lite/decoding/beam.py',
+    'live_seqs = initial.live_seqs.at[:, :, 0].set(inputs[:, :1])',
+    'live_seqs = initial.live_seqs',
+    'tests/models/test_encoder_decoder.py::test_each_search_starts_with_the_id_of_the_model',
+  ),
+  Mutant(
+    'samples_start_with_padding',
+    't5x_lite/decoding/sampling.py',
+    'start_tokens=inputs[:, 0],',
+    'start_tokens=jnp.zeros((batch_size,), jnp.int32),',
+    'tests/models/test_encoder_decoder.py::test_each_search_starts_with_the_id_of_the_model',
+  ),
   # A penalty of `length` instead of `length + 1` gives the same results: searches only stop sooner.
   Mutant(
     'beams_stop_by_the_penalty_of_now',

@@ -148,8 +148,7 @@ def load_for_training(
 ) -> 'gin_utils.Configuration':
   """Return the configuration of a command line with the flags of files, and with feature lengths.
 
-  If the configuration has no lengths, they are those of the training data, and become a binding, so that `config.gin` of
-  the run has them.
+  If the configuration has no lengths, those of the training data become a binding, which `config.gin` has too.
 
   Args:
     invocation: the command line.
