@@ -387,9 +387,10 @@ def loaded(
     model, notes = _libraries().load(str(folder))
     live.append(model)
     values = _libraries().state_dict(model)
+    # Of equal tensors, the first by name: the order in a file varies.
     by_digest = {
       records.digest(value.astype(dtype)): tensor
-      for tensor, value in tensors.items()
+      for tensor, value in sorted(tensors.items(), reverse=True)
       for dtype in (np.float32, value.dtype)
     }
     # Every loaded array is a tensor of the folder; with float16, transformers keeps some in float32.
