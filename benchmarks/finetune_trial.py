@@ -3,7 +3,7 @@
     python benchmarks/finetune_trial.py --peer_python=/path/to/python [--seeds 5] [--steps 500] [--records 800]
 
 Both programs fine-tune the same folder on the same table with the same settings, one after the other, as a user does: a
-process that reads the files, trains, and decodes the test records greedily. A seed makes the folder's parameters and the
+process that reads the files, trains, and decodes the test records greedily. A seed makes the parameters and the
 records, and is that of both programs. `--peer_python` is the Python of an environment with transformers, torch and
 accelerate. Processor time is that of all threads of the process, from its start to its end, with compilation.
 """
