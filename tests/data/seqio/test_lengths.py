@@ -110,7 +110,7 @@ def test_kept_lengths_depend_on_the_examples_and_the_files(tmp_path, monkeypatch
   assert _lengths(_cfg('kept_file'), folder=folder)['inputs'] == 6
   with monkeypatch.context() as patch:
     patch.setattr(
-      't5x_lite.data.batches.feature_lengths._longest',
+      't5x_lite.data.batches.feature_lengths._Measured.of',
       lambda cfg, split: pytest.fail('computed again'),
     )
     assert _lengths(_cfg('kept_file'), folder=folder)['inputs'] == 6
