@@ -296,7 +296,7 @@ MUTANTS = (
   ),
   Mutant(
     'replaced_characters_cost_two',
-    't5x_lite/data/text/metrics.py',
+    't5x_lite/data/text_metrics.py',
     'replaced = distances[:-1] + (characters != ord(character))',
     'replaced = distances[:-1] + 2 * (characters != ord(character))',
     'tests/data/test_builtin_tasks.py::test_edit_similarity',
