@@ -69,8 +69,8 @@ class FileTask(TaskDescription):
       to 100 MB, otherwise when it is read. 'skip' reads all records first, and leaves bad ones out.
     needs_targets: whether a record without a value for the targets is bad; otherwise it has no target, and can be
       predicted.
-    metrics: functions of (targets, predictions) or (targets, scores) for evaluation by decoding; `data.metrics` has them
-      by name.
+    metrics: functions of (targets, predictions) or (targets, scores) for evaluation by decoding; `data.metrics` has
+      them by name.
     keep_fields: names of further columns that results of `infer` keep; None for all.
     cache_dir: folder of this machine for decompressed files and converted tables.
     literal_sentinels: see `file_task`.
