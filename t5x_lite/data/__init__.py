@@ -47,6 +47,7 @@ __getattr__, __dir__, __all__ = lazy_names(
       'HostIterator',
       'IndexedBatches',
       'OutputMetric',
+      'ScoreWithSignature',
       'SplitLengths',
       'take_rows',
     ),
@@ -77,8 +78,8 @@ __getattr__, __dir__, __all__ = lazy_names(
       'TableSource',
     ),
     't5x_lite.data.sources.synthetic': ('SyntheticFeature', 'SyntheticSource'),
-    't5x_lite.data.text.metrics': ('edit_similarity', 'exact_match'),
     't5x_lite.data.text.sources': ('TextFileConfig',),
+    't5x_lite.data.text_metrics': ('edit_similarity', 'exact_match', 'metric_names', 'metrics'),
     't5x_lite.data.batches.truncation': ('Truncation',),
     't5x_lite.data.vocabularies': (
       'ByteVocabulary',

@@ -40,8 +40,8 @@ from t5x_lite.data.text.ids import earlier_vocabulary
 from t5x_lite.data.text.ids import encode_text
 from t5x_lite.data.text.ids import encode_with_sentinel
 from t5x_lite.data.text.ids import has_sentinel
-from t5x_lite.data.text.metrics import edit_similarity
-from t5x_lite.data.text.metrics import exact_match
+from t5x_lite.data.text_metrics import edit_similarity
+from t5x_lite.data.text_metrics import exact_match
 from t5x_lite.data.vocabularies import ByteVocabulary
 from t5x_lite.data.vocabularies import Vocabulary
 from t5x_lite.data.vocabularies import required_eos_id
@@ -245,7 +245,8 @@ class BuiltinTask:
     splits: names of the splits.
     vocabularies: task feature name to vocabulary.
     table_fn: `fn(split, task_feature_lengths)` that returns the examples.
-    metric_fns: functions of (targets, predictions) for evaluation by decoding, which ignores tasks without metrics.
+    metric_fns: functions of (targets, predictions) or (targets, scores) for evaluation by decoding, which ignores tasks
+      without metrics; `data.metrics` has them by name.
     score_metric_fns: functions of (targets, scores), for log likelihoods of the targets.
     predict_with_aux_metric_fns: functions of (targets, predictions, aux_values).
     postprocess_fn: `fn(text, example=..., is_target=...)`, applied to texts before the metrics.

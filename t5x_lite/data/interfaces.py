@@ -3,6 +3,7 @@
 import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
+import inspect
 import logging
 from typing import Any
 
@@ -19,6 +20,30 @@ HostBatch = dict[str, np.ndarray]
 DataState = dict[str, bytes]
 # seqio's metric function: fn(targets, predictions) -> {metric name: value}.
 MetricFn = Callable[[Sequence[Any], Sequence[Any]], Mapping[str, Any]]
+
+
+class ScoreWithSignature(float):
+  """A value of a metric with a text that says how it is computed, such as sacrebleu's signature.
+
+  Attributes:
+    signature: the text. Log and `metrics.jsonl` have it as `<metric>_signature`.
+  """
+
+  signature: str
+
+  def __new__(cls, value: float, signature: str = '') -> 'ScoreWithSignature':
+    """Return the number `value` with a signature."""
+    score = super().__new__(cls, value)
+    score.signature = signature
+    return score
+
+
+def metric_parameters(fn: Callable[..., Any]) -> tuple[str, ...]:
+  """Return the names of a metric function's parameters, which say what it gets, as in seqio; () if unknown."""
+  try:
+    return tuple(inspect.signature(fn).parameters)
+  except (TypeError, ValueError):  # not a function of Python
+    return ()
 
 
 class HostIterator(abc.ABC):
@@ -151,7 +176,8 @@ class EvalTask:
       padding row. `len` is the number of batches, equal on all processes.
     examples: all examples of the split, equal on all processes: `inputs` and `targets` ids, and if available the texts
       `inputs_pretokenized` and `targets_pretokenized`.
-    metric_fns: functions of (targets, predictions), both after `postprocess`.
+    metric_fns: functions of (targets, predictions), both after `postprocess`. Those whose second parameter is called
+      `scores` become `score_metric_fns`.
     postprocess: `fn(text, example=..., is_target=...)`, for a decoded prediction or the text of a target.
     output_vocabulary: vocabulary of predictions and targets.
     element_spec: feature name to shape and dtype of the global batch.
@@ -175,6 +201,31 @@ class EvalTask:
   output_metrics: Sequence[OutputMetric] = ()
   rows: Mapping[str, np.ndarray] | None = None
   own: slice = dataclasses.field(default_factory=lambda: slice(None))
+
+  def __post_init__(self) -> None:
+    # `data.metrics` returns functions of both kinds in one list, as the tasks of seqio take them.
+    functions = {'metric_fns': [], 'score_metric_fns': [*self.score_metric_fns]}
+    for fn in self.metric_fns:
+      if metric_parameters(fn)[1:2] == ('scores',):
+        functions['score_metric_fns'].append(fn)
+      else:
+        functions['metric_fns'].append(fn)
+    for name, fns in functions.items():
+      object.__setattr__(self, name, tuple(fns))
+
+  def call_score_metric(
+    self, fn: Callable[..., Any], targets: Sequence[Any], scores: Sequence[float]
+  ) -> Any:
+    """Return the result of one of `score_metric_fns`.
+
+    Args:
+      fn: the function. If it has a parameter `num_tokens`, it gets the number of target ids of each example.
+      targets: result of `targets`.
+      scores: log likelihoods of the targets.
+    """
+    if 'num_tokens' not in metric_parameters(fn):
+      return fn(targets, scores)
+    return fn(targets, scores, num_tokens=count_tokens(self.examples))
 
   def targets(self) -> list[Any]:
     """Return the targets for the metric functions: each example's target text after `postprocess`."""
@@ -203,6 +254,11 @@ class EvalTask:
     if self.predict_with_aux_metric_fns:
       wanted.add('predict_with_aux')
     return [kind for kind in OUTPUT_KINDS if kind in wanted]
+
+
+def count_tokens(examples: Sequence[Mapping[str, Any]]) -> list[int]:
+  """Return the number of target ids of each example, without padding."""
+  return [int(np.count_nonzero(example['targets'])) for example in examples]
 
 
 class IndexedBatches:

@@ -28,9 +28,9 @@ from t5x_lite.data.files.records import Subset
 from t5x_lite.data.files.records import Where
 from t5x_lite.data.files.records import find_files
 from t5x_lite.data.interfaces import MetricFn
-from t5x_lite.data.text.metrics import exact_match
 from t5x_lite.data.text.templates import Template
 from t5x_lite.data.text.templates import parse_template
+from t5x_lite.data.text_metrics import exact_match
 from t5x_lite.data.vocabularies import Vocabulary
 from t5x_lite.errors import DataError, did_you_mean
 from t5x_lite.storage import files
@@ -69,7 +69,8 @@ class FileTask(TaskDescription):
       to 100 MB, otherwise when it is read. 'skip' reads all records first, and leaves bad ones out.
     needs_targets: whether a record without a value for the targets is bad; otherwise it has no target, and can be
       predicted.
-    metrics: functions of (targets, predictions) for evaluation by decoding.
+    metrics: functions of (targets, predictions) or (targets, scores) for evaluation by decoding; `data.metrics` has
+      them by name.
     keep_fields: names of further columns that results of `infer` keep; None for all.
     cache_dir: folder of this machine for decompressed files and converted tables.
     literal_sentinels: see `file_task`.

@@ -143,8 +143,9 @@ class InferenceEvalConfig:
     batch_by_length: group examples of similar length, and cut padding. Texts and metrics do not change, except with
       sampling, whose random numbers depend on the row. False keeps the order and the full length.
     max_num_lengths: maximum number of lengths of inputs to compile; fewer are used if more would save little.
-    metric_fns: functions of (targets, predictions), lists after the task's postprocessing, that return metrics by name.
-      They replace all metrics of the tasks; None keeps those of the tasks.
+    metric_fns: functions of (targets, predictions), lists after the task's postprocessing, or of (targets, scores),
+      that return metrics by name; `data.metrics` has them by name. They replace all metrics of the tasks; None keeps
+      those of the tasks.
 
   Raises:
     ConfigError: a number is out of range.
@@ -165,7 +166,7 @@ class InferenceEvalConfig:
       num_examples_to_write=checks.number(at_least=0, integer=True).or_none(),
       batch_by_length=checks.instance(bool, 'True or False'),
       metric_fns=checks.Expectation(
-        'functions of (targets, predictions), or None',
+        'functions of (targets, predictions) or (targets, scores), or None',
         lambda fns: fns is None or (len(fns) > 0 and all(map(callable, fns))),
       ),
     )

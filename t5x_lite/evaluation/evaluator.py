@@ -311,7 +311,7 @@ class InferenceEvaluator:
       metrics[name] = {}
       for metric, value in found.items():
         with contextlib.suppress(DataError):  # Images and the like are for seqio's loggers.
-          metrics[name][metric] = judging.as_value(metric, value)
+          metrics[name] |= judging.as_values(metric, value)
     for task in self._tasks:
       texts = judging.decode_texts(task, plain[task.name])
       self._write(

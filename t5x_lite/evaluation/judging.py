@@ -54,7 +54,7 @@ def compute_metrics(
     for name, value in _as_mapping(fn, result).items():
       if name in metrics:
         raise DataError(f'Two metrics of {task.name!r} have the name {name!r}. Rename one of them.')
-      metrics[name] = as_value(name, value)
+      metrics.update(as_values(name, value))
 
   if task.metric_fns or task.score_metric_fns or task.predict_with_aux_metric_fns:
     targets = task.targets()
@@ -66,7 +66,7 @@ def compute_metrics(
   for fn in task.metric_fns:
     add(fn, fn(targets, processed))
   for fn in task.score_metric_fns:
-    add(fn, fn(targets, outputs['score']))
+    add(fn, task.call_score_metric(fn, targets, outputs['score']))
   for fn in task.predict_with_aux_metric_fns:
     add(fn, fn(targets, processed, outputs['predict_with_aux'][1]))
   for metric in task.output_metrics:
@@ -178,6 +178,21 @@ def as_value(name: str, value: Any) -> clu.values.Value:
     f'{type(value).__name__}. For other kinds, set inference_evaluator_cls = @seqio.Evaluator and its '
     'logger_cls.'
   )
+
+
+def as_values(name: str, value: Any) -> dict[str, clu.values.Value]:
+  """Return a metric's result as a clu value by name, and its signature, if it has one, as `<name>_signature`.
+
+  Raises:
+    DataError: see `as_value`.
+  """
+  found = {name: as_value(name, value)}
+  number = value
+  if isinstance(value, _value_classes('Scalar')):
+    number = value.value
+  if isinstance(number, data.ScoreWithSignature):
+    found[f'{name}_signature'] = clu.values.Text(number.signature)
+  return found
 
 
 def as_number(name: str, value: Any) -> float:

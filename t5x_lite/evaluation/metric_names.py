@@ -77,7 +77,7 @@ def names_of_metrics(task: data.EvalTask) -> set[str] | None:
     for fn in task.metric_fns:
       names |= set(fn(targets, targets))
     for fn in task.score_metric_fns:
-      names |= set(fn(targets, np.zeros(len(targets))))
+      names |= set(task.call_score_metric(fn, targets, np.zeros(len(targets))))
     return names
   return None
 

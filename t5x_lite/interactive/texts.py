@@ -16,6 +16,7 @@ from t5x_lite import evaluation
 from t5x_lite import partitioning
 from t5x_lite import tree_utils
 from t5x_lite.data.batches import features as features_lib
+from t5x_lite.data.interfaces import count_tokens
 from t5x_lite.data.text import examples as text_examples
 from t5x_lite.data.text import ids as text_ids
 from t5x_lite.errors import ConfigError, DataError
@@ -223,6 +224,7 @@ class TextInference:
       given['predictions'] = process(map(self._comparable_text, ids), False)
     if any('scores' in names for names in wanted):
       given['scores'], _ = self.score(train_state, examples)
+      given['num_tokens'] = count_tokens(examples)
     found: dict[str, Any] = {}
     for fn, names in zip(metric_fns, wanted, strict=True):
       metrics = fn(**{name: given[name] for name in names})
@@ -285,9 +287,9 @@ def _by_example(*batches: np.ndarray) -> list[Any]:
 
 
 def _metric_parameters(fn: Callable[..., Any]) -> tuple[str, ...]:
-  """Return the names of a metric function's required parameters, which, as in seqio, determine its arguments."""
-  parameters = inspect.signature(fn).parameters.values()
-  names = tuple(each.name for each in parameters if each.default is each.empty)
+  """Return the names of the parameters that a metric function gets: as in seqio the required ones, and `num_tokens`."""
+  parameters = inspect.signature(fn).parameters
+  names = tuple(name for name, each in parameters.items() if each.default is each.empty)
   if names not in (
     ('targets', 'predictions'),
     ('targets', 'predictions', 'aux_values'),
@@ -298,4 +300,6 @@ def _metric_parameters(fn: Callable[..., Any]) -> tuple[str, ...]:
       '(targets, predictions), (targets, predictions, aux_values) or (targets, scores), by these '
       f'names, got ({", ".join(names)}).'
     )
+  if 'num_tokens' in parameters:
+    return (*names, 'num_tokens')
   return names

@@ -168,8 +168,9 @@ class SummaryWriter:
     *,
     events_only: bool = False,
     arrays: Mapping[str, ArrayLike] | None = None,
+    texts: Mapping[str, str] | None = None,
   ) -> None:
-    """Append one line, and an event for each number; numbers may have any scalar type.
+    """Append one line, and an event for each number and text; numbers may have any scalar type.
 
     Args:
       step: training step of the numbers.
@@ -177,7 +178,9 @@ class SummaryWriter:
       events_only: do not write to `metrics.jsonl`; for numbers about this process, such as compile time, which would
         make the file of a resumed run differ.
       arrays: metric name to array, only for the line.
+      texts: metric name to text, Markdown in the events.
     """
+    texts = texts or {}
     scalars = {name: float(np.asarray(value)) for name, value in scalars.items()}
     _, summary, _ = _tensorboardx()
     now = time.time()
@@ -186,6 +189,7 @@ class SummaryWriter:
       'wall_time': round(now, 3),
       **{k: _to_json(v) for k, v in scalars.items()},
       **{k: _to_json(np.asarray(v, np.float64).tolist()) for k, v in (arrays or {}).items()},
+      **texts,
     }
     with self._lock:
       if not events_only:
@@ -194,6 +198,8 @@ class SummaryWriter:
         )
       for name, value in scalars.items():
         self._write_event(step=int(step), wall_time=now, summary=summary.scalar(name, value))
+      for name, text in texts.items():
+        self._write_event(step=int(step), wall_time=now, summary=summary.text(name, text))
     self._warn_of_loss()
 
   def write_text(self, step: int, texts: Mapping[str, str]) -> None:
@@ -224,10 +230,8 @@ class SummaryWriter:
           f'Metric {name!r} must be a clu.values.Scalar, Summary or Text, got a {type(value).__name__}. '
           'Return one of these types from the metric.'
         )
-    if scalars or arrays:
-      self.write_scalars(step, scalars, arrays=arrays)
-    if texts:
-      self.write_text(step, texts)
+    if values:
+      self.write_scalars(step, scalars, arrays=arrays, texts=texts)
 
   def flush(self) -> None:
     """Return when everything written so far is on disk and survives a crash of the machine.
@@ -485,9 +489,9 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   for row in _rows(path):
     numbers = {}
     for name, value in row.items():
-      if isinstance(value, str):
+      if value in _NOT_IN_JSON:
         numbers[name] = float(value)
-      elif not isinstance(value, list):
+      elif not isinstance(value, (list, str)):
         numbers[name] = value
     found.append(numbers)
   return found
@@ -649,7 +653,7 @@ def _has_step(row: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
 def _rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   rows = []
   for _, row in json_lines.read(path):
-    if _has_step(row) and all(map(_is_numbers, row.values())):
+    if _has_step(row) and all(isinstance(each, str) or _is_numbers(each) for each in row.values()):
       rows.append(row)
   return rows
 

@@ -1,5 +1,6 @@
 """The half of an evaluation on the host: metrics, means over tasks, files, errors."""
 
+import json
 import threading
 
 import clu.values
@@ -64,6 +65,30 @@ def test_the_host_computes_metrics_while_the_device_continues():
   assert future.result()['letters']['count'].value == 20.0
   assert judged[0].startswith('inference-eval')
   evaluator.close()
+
+
+@pytest.mark.parametrize('owner', ['task', 'config'])
+def test_metrics_by_name_of_predictions_and_scores(tmp_path, owner):
+  _, state, axes = cases.make_state()
+  fns = data.metrics('exact_match', 'chrf', 'perplexity')
+  of_task = {'task': fns, 'config': [data.edit_similarity]}[owner]
+  task = cases.make_task(count=20, metric_fns=of_task)
+  cfg = {'task': {}, 'config': {'metric_fns': fns}}[owner]
+  evaluator = cases.make_evaluator(task, tmp_path, **cfg)
+  (opened,) = evaluator.eval_tasks
+  assert opened.kinds == ['predict', 'score']
+  assert evaluation.names_of_metrics(opened) == {'exact_match', 'chrf', 'perplexity'}
+  found = evaluator.evaluate(state, axes, step=7).result()['letters']
+  evaluator.flush()
+  evaluator.close()
+  rows = cases.predictions(tmp_path)
+  num_ids = sum(len(row['targets']) + 1 for row in rows)
+  assert len(rows) == 20 and found['perplexity'].value == pytest.approx(
+    np.exp(-sum(row['score'] for row in rows) / num_ids), rel=1e-5
+  )
+  path = tmp_path / 'inference_eval/letters/metrics.jsonl'
+  (line,) = [json.loads(line) for line in path.read_text().splitlines()]
+  assert line['chrf'] == found['chrf'].value and 'nc:6' in line['chrf_signature']
 
 
 @pytest.mark.parametrize('concurrent_metrics', [False, True])

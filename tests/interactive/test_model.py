@@ -258,6 +258,10 @@ def test_metrics_of_all_kinds(trained):
     'num_scores': 2,
   }
   assert seen['scores'] == [score for _, score in made.score(EXAMPLES)]
+  num_ids = sum(len(example['target']) + 1 for example in EXAMPLES)  # bytes and the end
+  assert made.evaluate(EXAMPLES, data.metrics('perplexity')) == {
+    'perplexity': pytest.approx(np.exp(-sum(seen['scores']) / num_ids))
+  }
   wrong = [{'input': e['input'], 'target': 'no'} for e in EXAMPLES]
   assert made.evaluate(wrong, [data.exact_match]) == {'exact_match': 0.0}
   assert made.evaluate_with_preprocessors(wrong, [], [data.exact_match], upper) == {

@@ -50,6 +50,25 @@ def test_scalars_are_in_both_files(tmp_path):
   assert texts == [b'x = 1']
 
 
+def test_metrics_that_are_texts_are_in_both_files(tmp_path):
+  writer = summaries.SummaryWriter(tmp_path)
+  writer.write_values(
+    3, {'bleu': clu.values.Scalar(27.5), 'bleu_signature': clu.values.Text('tok:13a')}
+  )
+  writer.close()
+  (line,) = (tmp_path / 'metrics.jsonl').read_text().splitlines()
+  assert json.loads(line)['bleu_signature'] == 'tok:13a'
+  (row,) = summaries.read_metrics(tmp_path / 'metrics.jsonl')
+  assert row == {'step': 3, 'wall_time': row['wall_time'], 'bleu': 27.5}
+  texts = [
+    v.tensor.string_val[0]
+    for e in event_files.read(tmp_path)
+    for v in e.summary.value
+    if v.tag.startswith('bleu_signature')
+  ]
+  assert texts == [b'tok:13a']
+
+
 def test_flushed_lines_survive_a_kill(tmp_path):
   writer = summaries.SummaryWriter(tmp_path)
   for step in range(1, 301):

@@ -46,6 +46,8 @@ _HIDDEN_PREFIXES = (
   'optimizer/',
 )
 _NUM_PREDICTIONS = 10
+# Characters of a metric that is a text, such as a signature of sacrebleu; longer ones are only in the files.
+_MAX_TEXT = 100
 # Limit for a source that stalls; otherwise the sample has its own, shorter limit.
 _SAMPLE_SECONDS = 5.0
 
@@ -210,10 +212,10 @@ def report_truncation(
 
 
 def format_metrics(values: Mapping[str, Any]) -> str:
-  """Return the most important metrics on one line, followed by those of `metrics.report_worst_layer`.
+  """Return the most important metrics on one line, then those of `metrics.report_worst_layer`, then short texts.
 
-  >>> format_metrics({'timing/seconds': 3.0, 'accuracy': 0.5, 'loss': 2.0, 'bleu': 31.25})
-  'loss 2  accuracy 0.5  bleu 31.25'
+  >>> format_metrics({'timing/seconds': 3.0, 'accuracy': 0.5, 'loss': 2.0, 'bleu': 31.25, 'bleu_signature': 'tok:13a'})
+  'loss 2  accuracy 0.5  bleu 31.25  bleu_signature tok:13a'
   """
   plain = {}
   for name, value in values.items():
@@ -228,8 +230,11 @@ def format_metrics(values: Mapping[str, Any]) -> str:
       numbers[name] = float(np.asarray(number))
   names = _in_order(numbers)
   shown = {**{name: numbers[name] for name in names}, **metrics_lib.worst_of_layers(plain)}
-  texts = [f'{name} {format_number(number)}' for name, number in shown.items()]
-  return '  '.join(texts)
+  parts = [f'{name} {format_number(number)}' for name, number in shown.items()]
+  for name, text in plain.items():
+    if isinstance(text, str) and len(text) <= _MAX_TEXT and text.isprintable():
+      parts.append(f'{name} {text}')
+  return '  '.join(parts)
 
 
 def _in_order(names: Collection[str]) -> list[str]:

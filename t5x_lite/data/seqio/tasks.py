@@ -31,8 +31,8 @@ from t5x_lite.data.seqio.packages import dataset_of
 from t5x_lite.data.seqio.packages import quiet
 from t5x_lite.data.seqio.packages import seqio
 from t5x_lite.data.seqio.packages import tf
-from t5x_lite.data.text.metrics import edit_similarity
-from t5x_lite.data.text.metrics import exact_match
+from t5x_lite.data.text_metrics import edit_similarity
+from t5x_lite.data.text_metrics import exact_match
 from t5x_lite.data.vocabularies import sentinel_id
 from t5x_lite.errors import needs_packages
 

@@ -495,8 +495,10 @@ def test_metrics_are_formatted_for_people():
   values = {
     'z': clu.values.Scalar(1.0),
     'loss': clu.values.Scalar(np.float32(0.5)),
-    'text': clu.values.Text('x'),
+    'signature': clu.values.Text('tok:13a'),
+    'long': clu.values.Text('x' * 101),
+    'table': clu.values.Text('a\nb'),
     'timing/seconds': clu.values.Scalar(1.0),
     'optimizer/scaled_adam/default/norm': clu.values.Scalar(1.0),
   }
-  assert report.format_metrics(values) == 'loss 0.5  z 1'
+  assert report.format_metrics(values) == 'loss 0.5  z 1  signature tok:13a'

@@ -96,7 +96,14 @@ def _names():
   names = [
     _register(
       'evaluator_all',
-      [t5_metrics.bleu, t5_metrics.accuracy, _score_spread, _weighted_length, _report],
+      [
+        t5_metrics.bleu,
+        t5_metrics.accuracy,
+        _score_spread,
+        _weighted_length,
+        _report,
+        *data.metrics('bleu_t5', 'token_f1'),
+      ],
       objects,
     ),
     _register(
@@ -212,6 +219,9 @@ def test_equal_metrics(results):
   assert set(ours) == {'evaluator_all', 'evaluator_t5', 'evaluator_squad'}
   assert set(ours['evaluator_all']) == {
     'bleu',
+    'bleu_t5',
+    'bleu_t5_signature',
+    'token_f1',
     'accuracy',
     'score_spread',
     'score_sum',
@@ -225,6 +235,8 @@ def test_equal_metrics(results):
     ours['evaluator_squad']
   ) == {'em', 'f1'}
   assert ours['evaluator_all']['report'] == '11 predictions'
+  assert ours['evaluator_all']['bleu_t5'] == ours['evaluator_all']['bleu']
+  assert 'tok:intl' in ours['evaluator_all']['bleu_t5_signature']
 
 
 def test_lengths_that_are_none_are_those_of_seqios_evaluator(tmp_path, caplog, monkeypatch):

@@ -449,12 +449,13 @@ def test_postprocessors_and_score_metrics():
     'judged',
     texts=('a', 'bb'),
     postprocess_fn=postprocess,
-    metric_fns=[data.exact_match, score_metric],
+    metric_fns=[data.exact_match, score_metric, *data.metrics('perplexity')],
   )
   (opened,) = data.open_eval_tasks(_cfg(task, split='train', batch_size=4), _layout(batch_size=4))
   assert opened.targets() == [('A', True, 2), ('BB', True, 3)]
   assert opened.postprocess('x', example=opened.examples[0], is_target=False) == ('X', False, 2)
-  assert opened.metric_fns == (data.exact_match,) and opened.score_metric_fns == (score_metric,)
+  assert opened.metric_fns == (data.exact_match,)
+  assert opened.score_metric_fns == (score_metric, *data.metrics('perplexity'))
   ((indices, _),) = opened.batches
   np.testing.assert_array_equal(indices, [0, 1, -1, -1])
 
