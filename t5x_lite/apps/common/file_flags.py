@@ -22,7 +22,7 @@ DATA_SOURCE = 'builtin'
 data.FileTask.vocabulary = %VOCABULARY
 """
 # Flags whose values are lists separated by commas.
-_LISTS = ('columns',)
+_LISTS = ('columns', 'metrics')
 # All flags by name of the option of `FileTask`.
 _FLAGS: dict[str, dict[str, Any]] = {
   'train_file': {
@@ -60,6 +60,10 @@ _FLAGS: dict[str, dict[str, Any]] = {
     'choices': ('stop', 'skip'),
     'help': 'stop (default): a record without a text for a template is an error; skip: leave such records out',
   },
+  'metrics': {
+    'metavar': 'NAMES',
+    'help': 'metrics of predictions, separated by commas, e.g. bleu,chrf,rougeL,exact_match (the default)',
+  },
   'cache_dir': {
     'metavar': 'FOLDER',
     'help': 'folder of this machine for decompressed files and converted tables; default: ~/.cache/t5x_lite/data',
@@ -77,6 +81,7 @@ EVAL_FLAGS = (
   'columns',
   'separator',
   'bad_records',
+  'metrics',
   'cache_dir',
 )
 
@@ -121,7 +126,10 @@ def file_bindings(flags: Any) -> str:
   for name, value in given.items():
     if name in _LISTS:
       value = [each.strip() for each in value.split(',')]
-    lines.append(f'data.FileTask.{name} = {value!r}\n')
+    if name == 'metrics':
+      lines.append(f'data.FileTask.metrics = @data.metrics()\ndata.metrics.names = {value!r}\n')
+    else:
+      lines.append(f'data.FileTask.{name} = {value!r}\n')
   return ''.join(lines)
 
 

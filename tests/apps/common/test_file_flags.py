@@ -82,6 +82,7 @@ def run(tmp_path_factory):
       f'--validation_file={folder}/test.csv',
       '--inputs=what is {question}?',
       '--targets=answer',
+      '--metrics=exact_match,cer',
     ]
   )
   gin.clear_config()
@@ -102,7 +103,8 @@ def test_the_run_has_files_templates_and_lengths(run):
   config = (run / 'run' / 'config.gin').read_text()
   assert "TASK_FEATURE_LENGTHS = {'inputs': 16, 'targets': 16}" in config
   assert "data.FileTask.inputs = 'what is {question}?'" in config
-  assert (run / 'run' / 'inference_eval' / 'train').is_dir()
+  metrics = (run / 'run' / 'inference_eval' / 'train' / 'metrics.jsonl').read_text()
+  assert {'exact_match', 'cer'} <= set(json.loads(metrics.splitlines()[-1]))
 
 
 def test_predictions_of_a_table_keep_fields(run, tmp_path):
