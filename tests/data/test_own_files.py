@@ -122,7 +122,7 @@ def test_bad_records_are_skipped_and_counted(tmp_path, caplog):
   for batch in expected:
     assert_equal(next(again), batch)
   assert len(batches) == 2
-  with open(path, 'a') as stream:  # also a line that is no object
+  with open(path, 'a', encoding='utf-8') as stream:  # also a line that is no object
     stream.write('{"question": "q", "ans\n')
   assert len(_texts(dataclasses.replace(task), 'train')) == 38
   assert 'line 41 must be one JSON object' in caplog.text

@@ -136,7 +136,7 @@ def run_command(invocation: Invocation) -> int:
       f'--gin.INFER_OUTPUT_DIR={flags.output or "FOLDER"}.'
     )
   elif not name.lower().endswith('.csv') and opening.is_table(name):
-    problem = f'--output={flags.output}: results are JSON lines, or a table if the name ends in .csv. Choose such a name.'
+    problem = f'--output={flags.output}: results are JSON lines, or a table if the name ends in .csv. Rename it.'
   elif flags.output == _STANDARD and sys.stdout is None:
     problem = '--output=- writes to standard output, which is closed. Pass the path of a file.'
   if problem:
