@@ -212,13 +212,14 @@ class FileTask(TaskDescription):
       separator=self.separator,
       needed=self._needed(used),
       cache_dir=self.cache_dir,
+      checks_lines=self.bad_records == 'stop',
     )
     known = records.columns
     for name in () if known is None else sorted(used):
       if name not in known:
         raise DataError(
           f'{paths[0]} has no column {name!r}.{did_you_mean(name, known)} Correct the template, or, if the file has no '
-          'header, name its columns with --columns.'
+          'header, name its columns with --columns; --separator is the text between two columns.'
         )
     if not len(records):
       raise DataError(
@@ -299,7 +300,7 @@ class FileTask(TaskDescription):
       what = (
         'all records are bad. ' + problems[0]
         if problems
-        else f'validation_fraction={fraction} leaves none'
+        else f'validation_fraction={fraction} leaves none. Choose another fraction.'
       )
       raise DataError(f'{records.where(0)}: the split {split!r} must have records, but {what}')
     _log_skipped(tuple(problems))

@@ -122,6 +122,10 @@ def test_bad_records_are_skipped_and_counted(tmp_path, caplog):
   for batch in expected:
     assert_equal(next(again), batch)
   assert len(batches) == 2
+  with open(path, 'a', encoding='utf-8') as stream:  # also a line that is no object
+    stream.write('{"question": "q", "ans\n')
+  assert len(_texts(dataclasses.replace(task), 'train')) == 38
+  assert 'line 41 must be one JSON object' in caplog.text
   rows[3]['answer'] = 'a3'  # the data of a resumed run must be the same
   _write(tmp_path, 'jsonl', rows)
   with pytest.raises((DataError, ConfigError), match='content'):
@@ -237,6 +241,13 @@ _GOOD = 'question,answer\nq,a\n'
     (_file('a.csv.gz', gzip.compress(_GOOD.encode() * 99)[:-9]), {}, 'complete file of gzip'),
     (_file('a.csv.gz', _GOOD), {}, 'complete file of gzip'),
     (_file('a.parquet', b'PAR1 nothing'), {}, 'complete Parquet file'),
+    (_file('a.parquet.gz', b''), {}, 'must not be compressed.*gunzip'),
+    (_file('a.csv', 'question;answer\nq;a\n'), {}, '--separator is the text between two columns'),
+    (_file('a.csv', 'question,answer\rq,a\r'), {}, r"line feed, got only carriage.*tr '\\r' '\\n'"),
+    (_file('a.csv', _GOOD.encode('utf-16')), {}, r'-t UTF-8 \S+ > \S+/a\.converted\.csv'),
+    (_file('a.json', '[{"question": "q"}]'), {}, 'is a JSON array. Convert it'),
+    (_file('a.jsonl', '{"question": "q",\n'), {}, 'line 1 must be one JSON object'),
+    (_file('a.csv', _GOOD), {'validation_fraction': 0.999}, 'leaves none. Choose another'),
     (_file('a.dat', _GOOD), {}, 'does not say its format. Set --file_format'),
     (_folder, {}, 'must be a file, or a folder that the library datasets has saved'),
     (_twice, {}, r'a\.csv must be the file of one split.*--validation_fraction'),
@@ -257,6 +268,7 @@ def test_bad_files(tmp_path, write_fn, options, message):
   [
     ({'train_file': None}, 'train_file. must be a file if there is no validation_file'),
     ({'targets': '{answer'}, 'the brace at character 1'),
+    ({'inputs': '{{question}}'}, 'must be a text with the name of a column in braces'),
     ({'validation_fraction': 1.5}, 'validation_fraction. must be'),
     ({'validation_fraction': 0.5, 'validation_file': 'b.csv'}, 'None with a validation_file'),
     ({'bad_records': 'ignore'}, 'bad_records. must be one of'),

@@ -27,9 +27,23 @@ MUTANTS = (
   Mutant(
     'a_file_may_change_while_it_is_read',
     't5x_lite/data/files/records.py',
-    'if _version_of(os.fstat(stream.fileno())) != self._versions[file]:',
+    'if version_of(os.fstat(stream.fileno())) != self._versions[file]:',
     'if False:',
     'tests/data/test_own_files.py::test_a_file_that_changes_during_the_run',
+  ),
+  Mutant(
+    'a_line_that_is_no_object_stops_a_run_that_skips',
+    't5x_lite/data/files/records.py',
+    'if self._checks_lines:',
+    'if True:',
+    'tests/data/test_own_files.py::test_bad_records_are_skipped_and_counted',
+  ),
+  Mutant(
+    'an_arrow_file_may_change_while_it_is_read',
+    't5x_lite/data/files/columnar.py',
+    'if self._originals[file][-1] != content_hash:',
+    'if False:',
+    'tests/data/files/test_columnar.py::test_a_file_that_is_written_in_place_during_the_run',
   ),
   Mutant(
     'a_file_may_be_of_both_splits',

@@ -120,6 +120,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_command(invocation: Invocation) -> int:
   """Run the command and return its exit status."""
+  from t5x_lite.data.files import opening
+
   flags = invocation.flags
   folder, name = os.path.split(flags.output or '')
   if files.is_remote(flags.output or '') and not files.is_remote(folder):  # A bucket.
@@ -137,6 +139,8 @@ def run_command(invocation: Invocation) -> int:
       f'--output must be the path of a file, got {flags.output!r}. To choose a folder, set '
       f'--gin.INFER_OUTPUT_DIR={flags.output or "FOLDER"}.'
     )
+  elif not name.lower().endswith('.csv') and opening.is_table(name):
+    problem = f'--output={flags.output}: results are JSON lines, or a table if the name ends in .csv. Rename it.'
   elif flags.output == _STANDARD and sys.stdout is None:
     problem = '--output=- writes to standard output, which is closed. Pass the path of a file.'
   if problem:
@@ -188,7 +192,8 @@ def _infer(invocation: Invocation, folder: str, name: str) -> list[str]:
     )
     if flags.input_format is not None:
       overrides.append(f'data.TextFileConfig.file_format = {flags.input_format!r}\n')
-  if name.endswith('.csv'):
+  is_table = name.lower().endswith('.csv')
+  if is_table:
     overrides.append('infer_script.infer.merge_fn = @infer_script.merge_chunks_to_table\n')
   if flags.output is not None:
     placeholders['INFER_OUTPUT_DIR'] = 'None'
@@ -209,6 +214,11 @@ def _infer(invocation: Invocation, folder: str, name: str) -> list[str]:
     raise ConfigError(
       f'num_shards={num_shards} and --output=- cannot be combined: results of several workers are '
       'merged in a file. Pass the path of a file.'
+    )
+  if is_table and num_shards != 1:
+    raise ConfigError(
+      f'num_shards={num_shards} and --output={flags.output} cannot be combined: results of several workers are merged '
+      'as lines. Choose a name that ends in .jsonl.'
     )
   settings = {
     f'--gin.{name}': value for name, value in configuration.settings(_NOT_SETTINGS).items()

@@ -36,6 +36,16 @@ def merge_chunks_to_file(
     DataError: there are no chunks, or one of them is missing.
   """
   del step
+  chunks = _chunks(tmp_dir, output_fname)
+  files.write(files.path(output_dir) / output_fname, lambda local: concatenate(chunks, local))
+
+
+def _chunks(tmp_dir: str, output_fname: str) -> list[files.Path]:
+  """Return the paths of all chunks, in their order.
+
+  Raises:
+    DataError: there are no chunks, or one of them is missing.
+  """
   folder = files.path(tmp_dir)
   pattern = f'{glob.escape(output_fname)}-chunk{"[0-9]" * 5}'
   numbers = sorted(int(path.name[-5:]) for path in folder.glob(pattern))
@@ -44,12 +54,7 @@ def merge_chunks_to_file(
       f'{tmp_dir} must have the chunks {output_fname}-chunk00000, -chunk00001, ..., got the numbers '
       f'{numbers}. Run the inference again.'
     )
-  files.write(
-    files.path(output_dir) / output_fname,
-    lambda local: concatenate(
-      [folder / f'{output_fname}-chunk{number:05}' for number in numbers], local
-    ),
-  )
+  return [folder / f'{output_fname}-chunk{number:05}' for number in numbers]
 
 
 def merge_chunks_to_table(
@@ -69,12 +74,13 @@ def merge_chunks_to_table(
   Raises:
     DataError: see `merge_chunks_to_file`.
   """
-  merge_chunks_to_file(output_dir, output_fname, tmp_dir, step)
-  path = files.path(output_dir) / output_fname
+  del step
+  chunks = _chunks(tmp_dir, output_fname)
 
   def rows() -> Iterator[dict[str, Any]]:
-    for _, line in json_lines.read(path):
-      yield {name: _cell(value) for name, value in _flat(line).items()}
+    for chunk in chunks:
+      for _, line in json_lines.read(chunk):
+        yield {name: _cell(value) for name, value in _flat(line).items()}
 
   columns = dict.fromkeys(name for row in rows() for name in row)
 
@@ -84,7 +90,7 @@ def merge_chunks_to_table(
       writer.writeheader()
       writer.writerows(rows())
 
-  files.write(path, write)
+  files.write(files.path(output_dir) / output_fname, write)
 
 
 def _flat(line: Mapping[str, Any]) -> dict[str, Any]:

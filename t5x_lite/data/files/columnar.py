@@ -6,6 +6,7 @@ groups of rows, so it is converted to an Arrow file first.
 
 from collections.abc import Collection, Iterator, Sequence
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from t5x_lite.data.files.local_copies import local_paths
 from t5x_lite.data.files.records import CHUNK
 from t5x_lite.data.files.records import Records
 from t5x_lite.data.files.records import reading
+from t5x_lite.data.files.records import version_of
 from t5x_lite.errors import DataError, did_you_mean, needs_packages
 from t5x_lite.storage import files
 
@@ -40,32 +42,45 @@ class ArrowRecords(Records):
   """Rows of one or several Parquet or Arrow files, as mappings of the names of columns to values."""
 
   def __init__(
-    self, paths: Sequence[str], needed: Collection[str] | None = None, cache_dir: str | None = None
+    self,
+    paths: Sequence[str],
+    needed: Collection[str] | None = None,
+    cache_dir: str | None = None,
+    *,
+    is_parquet: bool,
   ):
     """Args:
-      paths: files in the order of their rows; those whose names do not end in .parquet are Arrow files, of the form of
-        files or of streams.
+      paths: files in the order of their rows.
       needed: names of the columns to read; None for all.
       cache_dir: folder of converted Parquet files, see `conversion.converted`.
+      is_parquet: whether these are Parquet files, or Arrow files of the form of files or of streams.
 
     Raises:
       DataError: a file cannot be read or is damaged, or a column is missing or has neither texts, numbers nor truth
         values.
     """
-    self._arguments = (list(paths), needed, cache_dir)
+    self._arguments = {
+      'paths': list(paths),
+      'needed': needed,
+      'cache_dir': cache_dir,
+      'is_parquet': is_parquet,
+    }
     digest = hashlib.sha256()
     self._names = list(paths)
+    # (path, version, hash) of each Arrow file, which could be written in place; nothing else writes converted files.
+    self._originals: dict[int, tuple[str, tuple[int, ...], bytes]] = {}
     self._batches: list[pa.RecordBatch] = []
     self._files: list[int] = []
     self._columns: list[str] = []
     for file, path in enumerate(paths):
-      if path.endswith('.parquet'):
+      if is_parquet:
         local = _converted(path, needed, cache_dir)
         # The name of a converted file is the hash of the original.
         digest.update(os.path.basename(local).encode())
       else:
         (local,) = local_paths([path])
-        _hash(local, path, digest)
+        self._originals[file] = _described(local, path)
+        digest.update(self._originals[file][-1])
       schema, batches = _open(local, path)
       columns = _checked_columns(schema, needed, path)
       if file == 0:
@@ -82,7 +97,7 @@ class ArrowRecords(Records):
 
   def __reduce__(self) -> tuple[Any, ...]:
     """Another process maps the files itself."""
-    return ArrowRecords, self._arguments
+    return functools.partial(ArrowRecords, **self._arguments), ()
 
   def __len__(self) -> int:
     return int(self._firsts[-1])
@@ -104,7 +119,25 @@ class ArrowRecords(Records):
 
   def read(self, numbers: Sequence[int]) -> list[Any]:
     """See base class; each record is the mapping itself."""
+    for file in {self._files[self._batch_of(number)] for number in numbers}:
+      self._check_content(file)
     return [self._read(number) for number in numbers]
+
+  def _check_content(self, file: int) -> None:
+    """Raise if an Arrow file has another content than when it was opened."""
+    if file not in self._originals:
+      return
+    local, version, content_hash = self._originals[file]
+    name = self._names[file]
+    with reading(name):
+      if version_of(os.stat(local)) == version:
+        return
+    self._originals[file] = _described(local, name)
+    if self._originals[file][-1] != content_hash:
+      raise DataError(
+        f'{name} must not change during a run, got another content than when it was opened. Restore the content and '
+        'continue the run, or start a new run.'
+      )
 
   def _read(self, number: int) -> dict[str, Any]:
     batch = self._batch_of(number)
@@ -133,20 +166,15 @@ def _open(local: str, path: str) -> tuple[pa.Schema, list[pa.RecordBatch]]:
   Raises:
     DataError: the file is damaged, or no Arrow file.
   """
-  with reading(path):
+  with reading(path), _damage_of(path, 'Arrow'):
+    mapped = pa.memory_map(local)
     try:
-      mapped = pa.memory_map(local)
-      try:
-        reader = pa.ipc.open_file(mapped)
-        batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
-      except pa.ArrowInvalid:  # a stream, as the library datasets writes it
-        mapped.seek(0)
-        reader = pa.ipc.open_stream(mapped)
-        batches = list(reader)
-    except pa.ArrowInvalid as error:
-      raise DataError(
-        f'{path} must be a complete Arrow file, got a damaged or another one: {error}. Write it again.'
-      ) from error
+      reader = pa.ipc.open_file(mapped)
+      batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+    except pa.ArrowInvalid:  # a stream, as the library datasets writes it
+      mapped.seek(0)
+      reader = pa.ipc.open_stream(mapped)
+      batches = list(reader)
   return reader.schema, batches
 
 
@@ -161,6 +189,10 @@ def _checked_columns(schema: pa.Schema, needed: Collection[str] | None, path: st
       raise DataError(f'{path} has no column {name!r}.{did_you_mean(name, schema.names)}')
   columns = []
   for field in schema:
+    if schema.names.count(field.name) > 1 and (needed is None or field.name in needed):
+      raise DataError(
+        f'{path}: the names of columns must differ, got {field.name!r} twice. Rename one of them.'
+      )
     if needed is not None and field.name not in needed:
       continue
     if _is_readable(field.type):
@@ -168,7 +200,7 @@ def _checked_columns(schema: pa.Schema, needed: Collection[str] | None, path: st
     elif needed is not None:
       raise DataError(
         f'{path}, column {field.name!r} must have texts, numbers, truth values or lists of texts, got the type '
-        f'{field.type}. Write its parts as columns of their own.'
+        f'{field.type}. Write it as text, or its parts as columns of their own.'
       )
   return columns
 
@@ -195,13 +227,14 @@ def _converted(path: str, needed: Collection[str] | None, cache_dir: str | None)
   """Return the path of a Parquet file's needed columns as an Arrow file."""
 
   def convert(local: str, target: pathlib.Path) -> None:
-    with _damage_of(path):
+    with _damage_of(path, 'Parquet'):
       table = pq.ParquetFile(local, memory_map=True)
       columns = _checked_columns(table.schema_arrow, needed, path)
       groups = [table.metadata.row_group(number) for number in range(table.num_row_groups)]
       conversion.check_space(target.parent, sum(group.total_byte_size for group in groups), path)
       schema = pa.schema([table.schema_arrow.field(name) for name in columns])
-      with pa.OSFile(str(target), 'wb') as sink, pa.ipc.new_file(sink, schema) as writer:
+      # A stream, since groups of rows may have different dictionaries.
+      with pa.OSFile(str(target), 'wb') as sink, pa.ipc.new_stream(sink, schema) as writer:
         # The reader keeps one group of rows in memory.
         for batch in table.iter_batches(_ROWS, columns=columns):
           writer.write_batch(batch.select(columns))
@@ -212,27 +245,34 @@ def _converted(path: str, needed: Collection[str] | None, cache_dir: str | None)
 
 
 @contextlib.contextmanager
-def _damage_of(path: str) -> Iterator[None]:
+def _damage_of(path: str, kind: str) -> Iterator[None]:
   try:
     yield
-  except pa.ArrowException as error:
+  except (pa.ArrowException, OSError) as error:
+    # pyarrow also raises OSError for damaged content, without a number of the system.
+    if isinstance(error, OSError) and error.errno is not None:
+      raise
+    problem = str(error).rstrip('.')
     raise DataError(
-      f'{path} must be a complete Parquet file, got a damaged or another one: {error}. Write it again.'
+      f'{path} must be a complete {kind} file, got a damaged or another one: {problem}. Write it again.'
     ) from error
 
 
-def _hash(local: str, path: str, digest: Any) -> None:
-  """Update a hash with the bytes of a file."""
+def _described(local: str, path: str) -> tuple[str, tuple[int, ...], bytes]:
+  """Return path, version and hash of a file."""
+  digest = hashlib.sha256()
   with reading(path), open(local, 'rb') as stream:
+    version = version_of(os.fstat(stream.fileno()))
     while chunk := stream.read(CHUNK):
       digest.update(chunk)
+  return local, version, digest.digest()
 
 
 def saved_files(folder: str) -> list[str] | None:
   """Return the Arrow files of a folder that the library datasets has saved, in order; None for other folders.
 
   Raises:
-    DataError: the folder has several splits.
+    DataError: the folder has several splits, or its state is damaged.
   """
   root = files.path(folder)
   if (root / 'dataset_dict.json').is_file():
@@ -241,5 +281,17 @@ def saved_files(folder: str) -> list[str] | None:
     )
   if not (root / STATE_FILE).is_file():
     return None
-  state = json.loads((root / STATE_FILE).read_bytes())
-  return [str(root / entry['filename']) for entry in state['_data_files']]
+  try:
+    state = json.loads((root / STATE_FILE).read_bytes())
+    found = [str(root / entry['filename']) for entry in state['_data_files']]
+    problem = '' if found else 'no files'
+    if state.get('_indices_data_files'):
+      problem = 'a choice of rows in _indices_data_files'
+  except (ValueError, LookupError, TypeError, AttributeError) as error:
+    problem = f'{type(error).__name__}: {error}'
+  if problem:
+    raise DataError(
+      f'{root / STATE_FILE} must name the Arrow files of a folder that datasets has saved, got {problem}. Save the '
+      'folder again with save_to_disk of a current version.'
+    )
+  return found

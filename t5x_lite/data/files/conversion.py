@@ -27,6 +27,11 @@ _FORM = '1'
 _logger = logging.getLogger(__name__)
 
 
+def is_compressed(path: str) -> bool:
+  """Return whether the name of a file says that it is compressed by gzip."""
+  return path.lower().endswith('.gz')
+
+
 def converted(
   path: str,
   suffix: str,
@@ -52,7 +57,7 @@ def converted(
   with reading(path), open(local, 'rb') as stream:
     while chunk := stream.read(CHUNK):
       digest.update(chunk)
-  folder = pathlib.Path(cache_dir or DEFAULT_FOLDER).expanduser()
+  folder = pathlib.Path(os.path.expanduser(cache_dir or DEFAULT_FOLDER))
   target = folder / f'{digest.hexdigest()[:32]}{suffix}'
   if target.exists():
     return str(target)
@@ -100,13 +105,13 @@ def decompressed(paths: Sequence[str], suffix: str, cache_dir: str | None) -> li
   Raises:
     DataError: see `converted`.
   """
-  plain = local_paths([path for path in paths if not path.endswith('.gz')])
+  plain = local_paths([path for path in paths if not is_compressed(path)])
   remaining = iter(plain)
   return [
     converted(
       path, suffix, lambda old, new, path=path: _decompress(path, old, new), cache_dir=cache_dir
     )
-    if path.endswith('.gz')
+    if is_compressed(path)
     else next(remaining)
     for path in paths
   ]

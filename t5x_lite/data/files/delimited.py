@@ -144,6 +144,12 @@ class Table(LineRecords):
 
   def _add_header(self, names: list[str], file: int) -> None:
     """Check the names of the columns of a file, and keep them."""
+    for name in names:
+      if '\r' in name and '\n' not in name:
+        raise DataError(
+          f'{self.name(file)} must have lines that end with a line feed, got only carriage returns. Convert it: '
+          f"`tr '\\r' '\\n' < {self.name(file)} > NEW_FILE`."
+        )
     twice = {name for name in names if names.count(name) > 1}
     if twice:
       raise DataError(

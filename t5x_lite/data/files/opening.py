@@ -39,13 +39,15 @@ def format_of(path: str) -> str | None:
   >>> format_of('gs://bucket/train.csv.gz')
   'csv'
   """
-  name = pathlib.PurePath(path.removesuffix('.gz'))
+  name = pathlib.PurePath(path)
+  if conversion.is_compressed(path):
+    name = name.with_suffix('')
   return _SUFFIXES.get(name.suffix.lower())
 
 
 def is_table(path: str) -> bool:
   """Return whether the name of a file says that its lines are no texts, such as x.csv or x.jsonl.gz."""
-  return path.endswith('.gz') or format_of(path) not in (None, 'text', 'jsonl')
+  return conversion.is_compressed(path) or format_of(path) not in (None, 'text', 'jsonl')
 
 
 def open_records(
@@ -56,6 +58,7 @@ def open_records(
   separator: str | None = None,
   needed: Collection[str] | None = None,
   cache_dir: str | None = None,
+  checks_lines: bool = True,
 ) -> Records:
   """Return the records of files of one format.
 
@@ -66,13 +69,14 @@ def open_records(
     separator: text between two fields of a line; None for that of the format: a comma, a tab, or none for 'text'.
     needed: names of the columns to read from Parquet and Arrow files; None for all.
     cache_dir: folder of decompressed files and converted tables, see `conversion.converted`.
+    checks_lines: see `JsonLines`.
 
   Raises:
     ConfigError: an option is invalid, or a package for the format is not installed.
     DataError: a file cannot be read, or is not of its format.
   """
-  if file_format == 'auto':
-    paths, file_format = _with_format(paths)
+  if file_format in ('auto', 'arrow'):
+    paths, file_format = _with_format(paths, file_format)
   checks.check(
     'FileTask',
     {'file_format': file_format, 'columns': columns, 'separator': separator},
@@ -88,6 +92,12 @@ def open_records(
       ),
     ),
   )
+  if file_format not in _TEXTS:
+    for path in filter(conversion.is_compressed, paths):
+      raise DataError(
+        f'{path} must not be compressed by gzip, since the format {file_format} is read by place. Decompress it: '
+        f'`gunzip {path}`.'
+      )
   if file_format == 'array_record':
     from t5x_lite.data.files import grain_records
 
@@ -95,10 +105,10 @@ def open_records(
   if file_format in ('parquet', 'arrow'):
     from t5x_lite.data.files import columnar
 
-    return columnar.ArrowRecords(paths, needed, cache_dir)
+    return columnar.ArrowRecords(paths, needed, cache_dir, is_parquet=file_format == 'parquet')
   copies = conversion.decompressed(paths, f'.{file_format}', cache_dir)
   if file_format == 'jsonl':
-    return JsonLines(paths, copies)
+    return JsonLines(paths, copies, checks_lines=checks_lines)
   if separator is None:
     separator = _SEPARATORS[file_format]
   if file_format == 'text' and columns is None:
@@ -108,8 +118,8 @@ def open_records(
   )
 
 
-def _with_format(paths: Sequence[str]) -> tuple[list[str], str]:
-  """Return the files, with those of folders, and the format that all their names say.
+def _with_format(paths: Sequence[str], file_format: str) -> tuple[list[str], str]:
+  """Return the files, with those of folders, and their format, for 'auto' the one that all their names say.
 
   Raises:
     DataError: the names say none or several, or there is a folder of another program than datasets.
@@ -119,7 +129,9 @@ def _with_format(paths: Sequence[str]) -> tuple[list[str], str]:
     if files.path(path).is_dir():
       found |= dict.fromkeys(_files_of_folder(path), 'arrow')
       continue
-    kind = format_of(path)
+    kind = file_format
+    if kind == 'auto':
+      kind = format_of(path)
     if kind is None:
       raise DataError(
         f'{path}: the name of the file does not say its format. Set --file_format to one of {", ".join(FORMATS)}.'

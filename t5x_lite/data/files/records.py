@@ -132,12 +132,21 @@ class LineRecords(Records):
     with reading(name):
       size = os.path.getsize(path)
       with open(path, 'rb') as stream:
-        problem = text_formats.content_problem(name, stream.read(text_formats.HEAD_SIZE))
+        problem = self.problem(name, stream.read(text_formats.HEAD_SIZE))
       if problem is not None:
         raise DataError(f'{name} must be {self.form}, but it {problem}')
     if not size:
       return np.zeros(0, np.uint8)
     return np.memmap(path, np.uint8, mode='r')
+
+  def problem(self, name: str, head: bytes) -> str | None:
+    """Return why a file is not of this format, with the remedy; None if it may be.
+
+    Args:
+      name: name of the file.
+      head: its first bytes.
+    """
+    return text_formats.content_problem(name, head)
 
   @property
   def form(self) -> str:
@@ -154,7 +163,7 @@ class LineRecords(Records):
     of_file = np.searchsorted(self._firsts, wanted, side='right') - 1
     for file in np.unique(of_file).tolist():
       with reading(self._names[file]), open(self._paths[file], 'rb') as stream:
-        if _version_of(os.fstat(stream.fileno())) != self._versions[file]:
+        if version_of(os.fstat(stream.fileno())) != self._versions[file]:
           self._check_content()
         for place in np.flatnonzero(of_file == file).tolist():
           stream.seek(self._starts[wanted[place]])
@@ -178,7 +187,7 @@ class LineRecords(Records):
     versions = []
     for path, name in zip(self._paths, self._names, strict=True):
       with reading(name):
-        versions.append(_version_of(os.stat(path)))
+        versions.append(version_of(os.stat(path)))
     return versions
 
   def where(self, number: int) -> str:
@@ -218,10 +227,29 @@ class LineRecords(Records):
 class JsonLines(LineRecords):
   """Lines of one or several files, without empty lines."""
 
+  def __init__(
+    self, paths: Sequence[str], copies: Sequence[str] | None = None, *, checks_lines: bool = True
+  ):
+    """Args:
+      paths: see base class.
+      copies: see base class.
+      checks_lines: whether a line that is no object, such as the first part of one, is an error now; otherwise it is
+        one when it is parsed.
+
+    Raises:
+      DataError: see base class; a line is not a JSON object.
+    """
+    self._checks_lines = checks_lines
+    super().__init__(paths, copies)
+
   @property
   def form(self) -> str:
     """See base class."""
     return 'JSON lines in UTF-8'
+
+  def problem(self, name: str, head: bytes) -> str | None:
+    """See base class."""
+    return super().problem(name, head) or text_formats.document_problem(name, head)
 
   def index(self, content: np.ndarray, file: int) -> tuple[np.ndarray, np.ndarray]:
     """See base class; also checks the first and last byte of each line.
@@ -243,7 +271,8 @@ class JsonLines(LineRecords):
     for line in np.flatnonzero(~is_plain):
       text = content[starts[line] : ends[line]].tobytes()
       if text.strip():
-        parse_json(text, f'{self.name(file)}, line {line + 1}')
+        if self._checks_lines:
+          parse_json(text, f'{self.name(file)}, line {line + 1}')
         is_kept[line] = True
     return starts[is_kept], lengths[is_kept]
 
@@ -289,7 +318,7 @@ def _hash(content: np.ndarray, digest: Any) -> None:
   digest.update(f' {len(content)} '.encode())
 
 
-def _version_of(status: os.stat_result) -> tuple[int, ...]:
+def version_of(status: os.stat_result) -> tuple[int, ...]:
   """Return what changes when a file is written or replaced."""
   return status.st_ino, status.st_size, status.st_mtime_ns
 

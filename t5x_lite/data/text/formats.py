@@ -13,7 +13,10 @@ from typing import NamedTuple
 HEAD_SIZE = 8192
 # Names that can be part of a shell command in a message.
 _PLAIN = re.compile(r'[\w./+:-]+')
+# Endings of names that say the format of lines, and stay when the text is decompressed or in another encoding.
+_LINES = ('.csv', '.tsv', '.tab', '.jsonl', '.ndjson')
 _JSON_LINES = 'JSON lines, one object such as {"inputs": "a text"} per line'
+_JSON_SUFFIX = '.jsonl'
 
 
 class _Kind(NamedTuple):
@@ -37,13 +40,13 @@ def _decompressed(what: str, command: str) -> _Kind:
 def _table(what: str, function: str) -> _Kind:
   options = "'{new}', orient='records', lines=True"
   command = f'python -c "import pandas; pandas.{function}(\'{{path}}\').to_json({options})"'
-  return _Kind(what, command, '.jsonl')
+  return _Kind(what, command, _JSON_SUFFIX)
 
 
 def _text_table(delimiter: str) -> _Kind:
   reader = "csv.DictReader(open('{path}', encoding='utf-8-sig', newline='')" + delimiter
   command = f'python -c "import csv, json; [print(json.dumps(row)) for row in {reader})]" > {{new}}'
-  return _Kind('a table, whose lines include the header and all columns', command, '.jsonl')
+  return _Kind('a table, whose lines include the header and all columns', command, _JSON_SUFFIX)
 
 
 _UTF_16 = _Kind('UTF-16 text', 'iconv -f UTF-16 -t UTF-8 {path} > {new}', '.txt')
@@ -167,6 +170,8 @@ def _problem(path: str, kind: _Kind) -> str:
   new = str(pure.with_suffix('')) + kind.suffix
   if not kind.suffix and pure.with_suffix('').suffix == '':
     new += '.txt'
+  if pure.suffix.lower() in _LINES and kind.suffix != _JSON_SUFFIX:
+    new = path
   if new == path:
     new = f'{pure.with_suffix("")}.converted{pure.suffix}'
   return f'is {kind.what}. Convert it: `{command.format(path=path, new=new)}`.'

@@ -69,7 +69,7 @@ def parse_template(text: str, owner: str, option: str) -> Template:
     option: name of the option.
 
   Raises:
-    ConfigError: a brace has no counterpart, or there is no name in it.
+    ConfigError: a brace has no counterpart, there is no name in it, or the text has no columns.
   """
   if not isinstance(text, str) or not text:
     raise checks.invalid(
@@ -97,6 +97,14 @@ def parse_template(text: str, owner: str, option: str) -> Template:
         f'Correct the brace at character {found.start() + 1}. A brace of the text itself is written twice.',
       )
   literals[-1] += text[end:]
+  if not columns:
+    raise checks.invalid(
+      owner,
+      option,
+      'a text with the name of a column in braces',
+      text,
+      'Write {name}; two braces are one brace of the text.',
+    )
   return Template(text, tuple(literals), tuple(columns))
 
 

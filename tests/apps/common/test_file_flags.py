@@ -184,6 +184,14 @@ def test_another_file_is_evaluated(run, capsys):
       'has 2 columns',
     ),
     (
+      ['infer', 'RUN', '--input=RUN/../test.csv', '--output=x.parquet'],
+      'a table if the name ends in .csv',
+    ),
+    (
+      ['infer', 'RUN', '--input=RUN/../test.csv', '--output=x.csv', '--num_shards=2'],
+      'results of several workers are merged as lines. Choose a name that ends in .jsonl',
+    ),
+    (
       ['train', *_MODEL, '--gin.MODEL_DIR=x', '--train_file=RUN/../test.csv'],
       '--targets is missing',
     ),

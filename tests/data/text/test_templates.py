@@ -15,7 +15,7 @@ from t5x_lite.errors import ConfigError, DataError
     ('sum: {a}. {b}', {'a': 'x', 'b': 'y'}, 'sum: x. y'),
     ('{a}{a}', {'a': 'x'}, 'xx'),
     ('{{{a}}}', {'a': 'x'}, '{x}'),
-    ('{{a}}', {}, '{a}'),
+    ('{{a}} {b}', {'b': 'x'}, '{a} x'),
     ('{a:b!r}', {'a:b!r': 'x'}, 'x'),
     ('{a}', {'a': '{b}'}, '{b}'),  # a value is no template
     ('{a} {b} {c} {d}', {'a': 1, 'b': 0.5, 'c': True, 'd': -2}, '1 0.5 true -2'),
@@ -41,6 +41,7 @@ def test_lists_of_texts_are_references_of_a_column_alone():
     ('a}', 'the brace at character 2'),
     ('x {} y', 'the brace at character 3'),
     ('{a{b}', 'the brace at character 1'),
+    ('{{a}}', r'a text with the name of a column in braces, got .*Write \{name\}'),
     (3, 'got 3'),
   ],
 )

@@ -1,0 +1,121 @@
+"""Parquet and Arrow files: types, dictionaries, damaged files, saved folders, and changes during a run."""
+
+import json
+import os
+import pickle
+
+import pytest
+
+from t5x_lite.data.files import opening
+from t5x_lite.errors import DataError
+
+pa = pytest.importorskip('pyarrow')
+pq = pytest.importorskip('pyarrow.parquet')
+
+_TABLE = {'q': ['a', 'b', 'c'], 'n': [1, 2, 3]}
+
+
+def _stream(table=_TABLE):
+  sink = pa.BufferOutputStream()
+  table = pa.table(table)
+  with pa.ipc.new_stream(sink, table.schema) as writer:
+    writer.write_table(table, max_chunksize=2)
+  return sink.getvalue().to_pybytes()
+
+
+def _parquet(path, table=_TABLE, **options):
+  pq.write_table(pa.table(table), path, **options)
+  return str(path)
+
+
+def _rows(path, tmp_path, file_format='auto', **options):
+  records = opening.open_records(
+    [str(path)], file_format, cache_dir=str(tmp_path / 'cache'), **options
+  )
+  return records.read(range(len(records)))
+
+
+@pytest.mark.parametrize(
+  'name, file_format', [('x.PARQUET', 'auto'), ('x.pq', 'parquet'), ('x', 'parquet')]
+)
+def test_the_format_does_not_depend_on_the_name_alone(tmp_path, name, file_format):
+  path = _parquet(tmp_path / name)
+  assert _rows(path, tmp_path, file_format)[2] == {'q': 'c', 'n': 3}
+
+
+def test_each_group_of_rows_may_have_its_dictionary(tmp_path):
+  chunks = [pa.array(texts).dictionary_encode() for texts in (['a', 'b'], ['c', 'a'])]
+  path = _parquet(tmp_path / 'x.parquet', {'q': pa.chunked_array(chunks)}, row_group_size=2)
+  assert [row['q'] for row in _rows(path, tmp_path)] == ['a', 'b', 'c', 'a']
+
+
+def test_empty_groups_of_rows(tmp_path):
+  table = pa.table(_TABLE)
+  path = tmp_path / 'x.parquet'
+  with pq.ParquetWriter(path, table.schema) as writer:
+    for first, last in ((0, 0), (0, 2), (0, 0), (2, 3)):
+      writer.write_table(table.slice(first, last - first))
+  assert _rows(path, tmp_path) == table.to_pylist()
+
+
+def test_columns_of_unneeded_types_and_names(tmp_path):
+  table = pa.table([pa.array(['a']), pa.array(['x']), pa.array(['y'])], names=['q', 'x', 'x'])
+  assert _rows(_parquet(tmp_path / 'x.parquet', table), tmp_path, needed={'q'}) == [{'q': 'a'}]
+  with pytest.raises(DataError, match=r"the names of columns must differ, got 'x' twice\. Rename"):
+    _rows(tmp_path / 'x.parquet', tmp_path)
+
+
+def test_folders_by_format_and_in_another_process(tmp_path):
+  (tmp_path / 'state.json').write_text(json.dumps({'_data_files': [{'filename': 'x.arrow'}]}))
+  (tmp_path / 'x.arrow').write_bytes(_stream())
+  records = opening.open_records([str(tmp_path)], 'arrow')
+  other = pickle.loads(pickle.dumps(records))
+  assert other.read([2, 0]) == [{'q': 'c', 'n': 3}, {'q': 'a', 'n': 1}]
+  assert other.fingerprint == records.fingerprint
+
+
+@pytest.mark.parametrize(
+  'state, message',
+  [
+    ('{', 'JSONDecodeError'),
+    ('[]', 'TypeError'),
+    ('{}', "KeyError: '_data_files'"),
+    ('{"_data_files": []}', 'got no files'),
+    ('{"_data_files": [{"filename": 3}]}', 'TypeError'),
+    (
+      '{"_data_files": [{"filename": "x"}], "_indices_data_files": [{"filename": "y"}]}',
+      'a choice of rows',
+    ),
+  ],
+)
+def test_damaged_folders(tmp_path, state, message):
+  (tmp_path / 'state.json').write_text(state)
+  with pytest.raises(DataError, match=rf'state\.json must name the Arrow files .*{message}.*Save'):
+    opening.open_records([str(tmp_path)])
+
+
+def test_damaged_files(tmp_path):
+  content = _stream()
+  damaged = content[: len(content) // 2] + b'\xff' * 16 + content[len(content) // 2 + 16 :]
+  for number, bad in enumerate([b'', content[:-9], damaged]):
+    path = tmp_path / f'{number}.arrow'
+    path.write_bytes(bad)
+    with pytest.raises(DataError, match=r'must be a complete Arrow file, got .*[^.]\. Write it'):
+      _rows(path, tmp_path)
+  path = tmp_path / 'x.parquet'
+  content = bytearray((tmp_path / _parquet(path)).read_bytes())
+  content[20:50] = b'\xff' * 30
+  path.write_bytes(content)
+  with pytest.raises(DataError, match=r'x\.parquet must be a complete Parquet file, got'):
+    _rows(path, tmp_path)
+
+
+def test_a_file_that_is_written_in_place_during_the_run(tmp_path):
+  path = tmp_path / 'x.arrow'
+  path.write_bytes(_stream())
+  records = opening.open_records([str(path)])
+  os.utime(path, (1, 1))  # the same content
+  assert records.read([0]) == [{'q': 'a', 'n': 1}]
+  path.write_bytes(_stream({'q': ['a', 'b', 'd'], 'n': [1, 2, 3]}))
+  with pytest.raises(DataError, match=r'x\.arrow must not change during a run'):
+    records.read([0])
