@@ -13,8 +13,8 @@ MUTANTS = (
   Mutant(
     'every_quote_opens_a_field',
     't5x_lite/data/files/delimited.py',
-    'if opens.all() and closes.all():',
-    'if True:',
+    'if not (opens.all() and closes.all()):',
+    'if False:',
     'tests/data/files/test_delimited.py::test_rows_are_those_of_csv',
   ),
   Mutant(
