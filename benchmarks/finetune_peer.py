@@ -1,7 +1,7 @@
 """Peer of `finetune_trial.py`: the same fine-tuning by transformers' Seq2SeqTrainer, in an environment of its own.
 
-python benchmarks/finetune_peer.py make FOLDER SEED
-python benchmarks/finetune_peer.py train FOLDER STEPS LEARNING_RATE SEED
+    python benchmarks/finetune_peer.py make FOLDER SEED
+    python benchmarks/finetune_peer.py train FOLDER STEPS LEARNING_RATE SEED
 """
 
 import csv

@@ -105,14 +105,7 @@ def main() -> None:
   common.print_table(
     f'Fine-tuning on a table ({args.records} records, {args.steps} steps; matmul 2048^3 before, after: {rates} GFLOP/s)',
     rows,
-    (
-      'seed',
-      'ours, s',
-      'transformers, s',
-      'ours, exact match',
-      'transformers, exact match',
-      'ratio of s',
-    ),
+    ('seed', 'ours, s', 'transformers, s', 'ours, exact match', 'transformers, exact match', 'ratio of s'),
   )
 
 
