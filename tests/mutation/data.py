@@ -67,6 +67,13 @@ MUTANTS = (
     'tests/data/test_own_files.py::test_lengths_are_those_of_the_longest_record',
   ),
   Mutant(
+    'training_ignores_flags_of_files',
+    't5x_lite/apps/common/file_flags.py',
+    '  if defaults:\n    check_reads_files(configuration)',
+    '  if defaults:\n    pass',
+    'tests/apps/common/test_file_flags.py::test_bad_input',
+  ),
+  Mutant(
     'predictions_need_targets',
     't5x_lite/apps/infer/input_file.py',
     "needs_targets=mode == 'score',",

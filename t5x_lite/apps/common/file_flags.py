@@ -139,7 +139,8 @@ def check_reads_files(configuration: Any) -> None:
       return
   raise ConfigError(
     'The flags of files need a run whose task is data.FileTask, got another task. Add --targets=TEMPLATE (and '
-    '--inputs=TEMPLATE) to use the columns of the files instead of the task of the run.'
+    '--inputs=TEMPLATE; for training also --train_file=FILE) to use the columns of the files instead of the task of the '
+    'run.'
   )
 
 
@@ -148,8 +149,8 @@ def load_for_training(
 ) -> 'gin_utils.Configuration':
   """Return the configuration of a command line with the flags of files, and with feature lengths.
 
-  If the configuration has no lengths, they are those of the training data, and become a binding, so that `config.gin` of
-  the run has them.
+  If the configuration has no lengths, they are those of the training data, and become a binding, so that `config.gin`
+  of the run has them.
 
   Args:
     invocation: the command line.
@@ -161,6 +162,8 @@ def load_for_training(
   """
   defaults = file_bindings(invocation.flags)
   configuration = load_configuration(invocation, placeholders, defaults=defaults)
+  if defaults:
+    check_reads_files(configuration)
   from t5x_lite import data
 
   datasets = configuration.arguments_of(data.DatasetConfig)

@@ -211,6 +211,10 @@ def test_another_file_is_evaluated(run, capsys):
       ['train', *_MODEL, '--gin.MODEL_DIR=x', '--train_file=RUN/../test.csv'],
       '--targets is missing',
     ),
+    (
+      ['train', *_MODEL, '--gin.MODEL_DIR=x', '--gin.TRAIN_STEPS=1', '--inputs=question'],
+      'need a run whose task is data.FileTask.*for training also --train_file',
+    ),
   ],
 )
 def test_bad_input(run, tmp_path, monkeypatch, capsys, argv, message):
