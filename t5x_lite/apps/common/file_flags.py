@@ -139,8 +139,7 @@ def check_reads_files(configuration: Any) -> None:
       return
   raise ConfigError(
     'The flags of files need a run whose task is data.FileTask, got another task. Add --targets=TEMPLATE (and '
-    '--inputs=TEMPLATE; for training also --train_file=FILE) to use the columns of the files instead of the task of the '
-    'run.'
+    '--inputs=TEMPLATE; for training also --train_file=FILE) to use the columns of the files instead of its task.'
   )
 
 

@@ -60,6 +60,10 @@ def converted(
     while chunk := stream.read(CHUNK):
       digest.update(chunk)
   folder = pathlib.Path(os.path.expanduser(cache_dir or DEFAULT_FOLDER))
+  if folder.parts[0].startswith('~'):
+    raise DataError(
+      f'{path} cannot be converted in {folder}: the home folder is unknown. Choose another folder with --cache_dir.'
+    )
   target = folder / f'{digest.hexdigest()[:32]}{suffix}'
   if target.exists():
     return str(target)

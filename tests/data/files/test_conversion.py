@@ -76,10 +76,13 @@ def test_several_members_and_names_in_capitals(tmp_path):
     assert stream.read() == b'a\nb\n'
 
 
-def test_folders_that_cannot_be_written(tmp_path):
+def test_folders_that_cannot_be_written(tmp_path, monkeypatch):
   path = tmp_path / 'x.csv.gz'
   path.write_bytes(gzip.compress(b'a\n'))
   with pytest.raises(DataError, match=r'cannot be converted in .*x\.csv\.gz: File exists.*--cache'):
     conversion.decompressed([str(path)], '.csv', str(path))
+  monkeypatch.setattr(os.path, 'expanduser', str)  # for a user without a home folder
+  with pytest.raises(DataError, match='the home folder is unknown. Choose .*--cache_dir'):
+    conversion.decompressed([str(path)], '.csv', None)
   with pytest.raises(DataError, match='requires at least .* left. Choose a folder.*--cache_dir'):
     conversion.check_space(tmp_path, 1 << 60, 'x')
