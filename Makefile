@@ -105,6 +105,7 @@ BENCHMARKS := \
   object_stores \
   observation \
   optimizers \
+  own_files \
   remat \
   safety \
   shampoo

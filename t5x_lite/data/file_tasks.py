@@ -252,8 +252,12 @@ class FileExamples(ExampleTable):
     record = self._records.parse(content, where)
     if self._keep_fields is None:
       return record
-    with located(where, 'the record'):
-      return {name: _value(record, name) for name in self._keep_fields}
+    for name in self._keep_fields:
+      if name not in record:
+        raise DataError(
+          f'{where}: the record has no {name!r}.{did_you_mean(name, record)} Correct the record, or --keep_fields.'
+        )
+    return {name: record[name] for name in self._keep_fields}
 
   @property
   def end_ids(self) -> Mapping[str, int]:

@@ -4,6 +4,7 @@ The flags of `t5x_lite train` (`--train_file`, `--inputs`, `--targets` ...) set 
 configuration of a run has them all.
 """
 
+import array
 from collections.abc import Mapping, Sequence
 import contextlib
 import dataclasses
@@ -275,7 +276,7 @@ class FileTask(TaskDescription):
     fraction = self.validation_fraction
     if not skips and fraction is None and records.num_bytes > _CHECKED_BYTES:
       return None, 0
-    kept = []
+    kept = array.array('q')  # a list would take five times the memory
     problems: list[str] = []
     for first in range(0, len(records), _NUM_READ):
       numbers = range(first, min(first + _NUM_READ, len(records)))

@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import json
 import logging
+import pathlib
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from t5x_lite import data
 from t5x_lite.data.batches import feature_lengths
 from t5x_lite.errors import ConfigError, DataError
+from t5x_lite.storage import files
 from tests.data import grain_cases as cases
 from tests.data.builtin_cases import assert_equal
 
@@ -167,6 +169,24 @@ def test_lengths_are_those_of_the_longest_record(tmp_path, caplog):
     'Lengths  inputs 1024 (longest 1031), targets 16 (longest 10); 1 of 4 records are cut'
     in caplog.text
   )
+
+
+def test_files_in_stores(tmp_path, store):
+  expected = _texts(_task(_write(tmp_path, 'jsonl'), tmp_path), 'train')
+  for kind in _FORMATS:
+    path = pathlib.Path(_write(tmp_path, kind, name='sent'))
+    sent = [path]
+    if path.is_dir():
+      sent = sorted(path.iterdir())
+    for file in sent:
+      target = f'{store.root}/{file.relative_to(tmp_path)}'
+      files.write(files.path(target), file.read_bytes())
+    task = _task(f'{store.root}/{path.name}', tmp_path)
+    assert _texts(task, 'train') == expected, kind
+  with pytest.raises(DataError, match=r'sent\.csv must be the file of one split'):
+    _texts(
+      _task(f'{store.root}/sent.c*', tmp_path, validation_file=f'{store.root}/sent.csv'), 'train'
+    )
 
 
 # --- Bad input --------------------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ MUTANTS = (
   Mutant(
     'every_quote_opens_a_field',
     't5x_lite/data/files/delimited.py',
-    'if opens.all() and closes.all():',
-    'if True:',
+    'if not (opens.all() and closes.all()):',
+    'if False:',
     'tests/data/files/test_delimited.py::test_rows_are_those_of_csv',
   ),
   Mutant(
@@ -65,6 +65,13 @@ MUTANTS = (
     '-(-min(longest, _MAX_LENGTH) // _MULTIPLE) * _MULTIPLE',
     '-(-longest // _MULTIPLE) * _MULTIPLE',
     'tests/data/test_own_files.py::test_lengths_are_those_of_the_longest_record',
+  ),
+  Mutant(
+    'training_ignores_flags_of_files',
+    't5x_lite/apps/common/file_flags.py',
+    '  if defaults:\n    check_reads_files(configuration)',
+    '  if defaults:\n    pass',
+    'tests/apps/common/test_file_flags.py::test_bad_input',
   ),
   Mutant(
     'predictions_need_targets',

@@ -147,7 +147,7 @@ def check_reads_files(configuration: Any) -> None:
       return
   raise ConfigError(
     'The flags of files need a run whose task is data.FileTask, got another task. Add --targets=TEMPLATE (and '
-    '--inputs=TEMPLATE) to use the columns of the files instead of the task of the run.'
+    '--inputs=TEMPLATE; for training also --train_file=FILE) to use the columns of the files instead of its task.'
   )
 
 
@@ -168,6 +168,8 @@ def load_for_training(
   """
   defaults = file_bindings(invocation.flags)
   configuration = load_configuration(invocation, placeholders, defaults=defaults)
+  if defaults:
+    check_reads_files(configuration)
   from t5x_lite import data
 
   datasets = configuration.arguments_of(data.DatasetConfig)

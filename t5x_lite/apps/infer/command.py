@@ -190,7 +190,7 @@ def _infer(invocation: Invocation, folder: str, name: str) -> list[str]:
       f'infer_script.infer.dataset_cfg = @data.TextFileConfig()\ndata.TextFileConfig.path = '
       f'{flags.input!r}\n'
     )
-    if flags.input_format is not None:
+    if flags.input_format in ('auto', 'text', 'jsonl'):  # The others are read by `input_file`.
       overrides.append(f'data.TextFileConfig.file_format = {flags.input_format!r}\n')
   is_table = name.lower().endswith('.csv')
   if is_table:

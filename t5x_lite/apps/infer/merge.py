@@ -85,7 +85,9 @@ def merge_chunks_to_table(
   columns = dict.fromkeys(name for row in rows() for name in row)
 
   def write(local: pathlib.Path) -> None:
-    with local.open('w', encoding='utf-8', newline='') as stream:
+    # Half of a surrogate pair, which JSON may have, is written as JSON writes it.
+    how: dict[str, Any] = {'encoding': 'utf-8', 'errors': 'backslashreplace', 'newline': ''}
+    with local.open('w', **how) as stream:
       writer = csv.DictWriter(stream, columns, restval='')
       writer.writeheader()
       writer.writerows(rows())

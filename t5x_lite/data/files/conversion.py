@@ -3,7 +3,9 @@
 A converted file is kept in a folder of this machine under the hash of the original's content, and used again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import fcntl
 import gzip
 import hashlib
 import logging
@@ -58,14 +60,24 @@ def converted(
     while chunk := stream.read(CHUNK):
       digest.update(chunk)
   folder = pathlib.Path(os.path.expanduser(cache_dir or DEFAULT_FOLDER))
+  if folder.parts[0].startswith('~'):
+    raise DataError(
+      f'{path} cannot be converted in {folder}: the home folder is unknown. Choose another folder with --cache_dir.'
+    )
   target = folder / f'{digest.hexdigest()[:32]}{suffix}'
   if target.exists():
     return str(target)
   start = time.monotonic()
   try:
     folder.mkdir(parents=True, exist_ok=True)
-    check_space(folder, os.path.getsize(local), path)
-    files.write(target, lambda unfinished: convert_fn(local, unfinished), durable=False)
+    with _lock(target.with_name(f'{target.name}.lock')):
+      if target.exists():
+        return str(target)
+      for left in folder.glob(f'{target.name}{files.WRITING_INFIX}*'):  # of killed processes
+        files.remove(left)
+      check_space(folder, os.path.getsize(local), path)
+      # Durable, since a part of it after a crash of the machine would be used as if it were all.
+      files.write(target, lambda unfinished: convert_fn(local, unfinished))
   except OSError as error:
     raise DataError(
       f'{path} cannot be converted in {folder}: {error.strerror or error}. Choose another folder with --cache_dir.'
@@ -78,6 +90,14 @@ def converted(
     time.monotonic() - start,
   )
   return str(target)
+
+
+@contextlib.contextmanager
+def _lock(path: pathlib.Path) -> Iterator[None]:
+  """Exclude other processes, which wait; the lock ends with the process."""
+  with open(path, 'wb', opener=files.open_regular) as stream:
+    fcntl.flock(stream, fcntl.LOCK_EX)
+    yield
 
 
 def check_space(folder: pathlib.Path, size: int, what: str) -> None:

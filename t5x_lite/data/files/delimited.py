@@ -6,8 +6,9 @@ separators and line breaks, and two quotes for one. In another field a quote is 
 """
 
 import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 import csv
+import itertools
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from t5x_lite.errors import DataError
 from t5x_lite.formatting import short_repr
 
 _NEWLINE, _RETURN, _QUOTE = b'\n\r"'
+# Quotes that are examined together, an even number.
+_PIECE = 1 << 16
 
 
 class Table(LineRecords):
@@ -61,17 +64,22 @@ class Table(LineRecords):
     """See base class; also reads the header."""
     self._check_characters(content, file)
     begin = len(codecs.BOM_UTF8) * (content[:3].tobytes() == codecs.BOM_UTF8)
-    ends = places(content, _NEWLINE)
+    quotes = None
     if self._has_quotes:
       quotes = self._quotes_of_fields(content, places(content, _QUOTE), begin)
       self._check_last_quote(quotes, file)
+    ends = places(content, _NEWLINE)
+    if quotes is not None and len(quotes):
       # A line break ends a row if the number of quotes before it is even.
       ends = ends[np.searchsorted(quotes, ends) % 2 == 0]
+    del quotes
     starts, ends = line_spans(content, ends)
     if len(starts):
       starts[0] = begin
     is_kept = ends > starts
-    starts, lengths = starts[is_kept], (ends - starts)[is_kept]
+    lengths = ends - starts
+    del ends
+    starts, lengths = starts[is_kept], lengths[is_kept]
     if self._given is not None:
       self._headers.append(list(self._given))
       return starts, lengths
@@ -108,20 +116,25 @@ class Table(LineRecords):
 
   def _quotes_of_fields(self, content: np.ndarray, quotes: np.ndarray, begin: int) -> np.ndarray:
     """Return those quotes, int64[n], that begin and end fields or are one of two within a quoted field."""
-    if not len(quotes):
-      return quotes
     last = len(content) - 1
-    separator = ord(self._separator)
-    before = content[np.maximum(quotes - 1, 0)]
-    after = content[np.minimum(quotes + 1, last)]
-    can_open = np.isin(before, [separator, _NEWLINE, _RETURN]) | (quotes == begin)
-    can_close = np.isin(after, [separator, _NEWLINE, _RETURN]) | (quotes == last)
-    # Of two quotes within a quoted field the first closes it for this purpose, and the second opens it again.
-    opens = can_open[::2] | (before[::2] == _QUOTE)
-    closes = can_close[1::2] | (after[1::2] == _QUOTE)
-    if opens.all() and closes.all():
+    borders = [ord(self._separator), _NEWLINE, _RETURN]
+
+    def can_open(found: np.ndarray) -> np.ndarray:
+      return np.isin(content[np.maximum(found - 1, 0)], borders) | (found == begin)
+
+    pieces = [quotes[first : first + _PIECE] for first in range(0, len(quotes), _PIECE)]
+    for piece in pieces:
+      # Of two quotes within a quoted field the first closes it for this purpose, and the second opens it again.
+      opening, closing = piece[::2], piece[1::2]
+      opens = can_open(opening) | (content[np.maximum(opening - 1, 0)] == _QUOTE)
+      after = content[np.minimum(closing + 1, last)]
+      closes = np.isin(after, borders) | (closing == last) | (after == _QUOTE)
+      if not (opens.all() and closes.all()):
+        break
+    else:
       return quotes
-    return np.fromiter(_quotes_in_order(quotes, can_open), np.int64)
+    flags = (zip(piece.tolist(), can_open(piece).tolist(), strict=True) for piece in pieces)
+    return np.fromiter(_quotes_in_order(itertools.chain.from_iterable(flags)), np.int64)
 
   def _fields(self, content: bytes, where: object) -> list[str]:
     try:
@@ -181,26 +194,19 @@ class Table(LineRecords):
     return [(row, self.file_of(number)) for row, number in zip(rows, numbers, strict=True)]
 
 
-def _quotes_in_order(quotes: np.ndarray, can_open: np.ndarray) -> Iterator[int]:
-  """Yield the quotes that are not ordinary characters, one after the other.
+def _quotes_in_order(quotes: Iterable[tuple[int, bool]]) -> Iterator[int]:
+  """Yield the places of quotes that are not ordinary characters, one after the other.
 
   Args:
-    quotes: int64[n], places of all quotes.
-    can_open: bool[n], whether a field begins at the quote.
+    quotes: places of all quotes, and whether a field begins at the quote.
   """
-  places = quotes.tolist()
   is_open = False
-  skipped = -1
-  for number, place in enumerate(places):
-    if place == skipped:
-      yield place
-    elif not is_open:
-      if can_open[number]:
-        is_open = True
-        yield place
-    elif number + 1 < len(places) and places[number + 1] == place + 1:
-      skipped = place + 1  # Two quotes within a field.
-      yield place
-    else:
+  closed_at = -2
+  for place, can_open in quotes:
+    if is_open:
       is_open = False
+      closed_at = place
+      yield place
+    elif can_open or place == closed_at + 1:  # Or two quotes within a field.
+      is_open = True
       yield place

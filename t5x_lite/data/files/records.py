@@ -108,9 +108,7 @@ class LineRecords(Records):
       _hash(content, digest)
       indices.append(self.index(content, file))
     self._firsts = np.cumsum([0, *(len(starts) for starts, _ in indices)])
-    self._starts, self._lengths = (
-      np.concatenate([np.zeros(0, np.int64), *column]) for column in zip(*indices, strict=True)
-    )
+    self._starts, self._lengths = map(_joined, zip(*indices, strict=True))
     self._fingerprint = digest.hexdigest()[:16]
 
   @abc.abstractmethod
@@ -274,6 +272,8 @@ class JsonLines(LineRecords):
         if self._checks_lines:
           parse_json(text, f'{self.name(file)}, line {line + 1}')
         is_kept[line] = True
+    if is_kept.all():
+      return starts, lengths
     return starts[is_kept], lengths[is_kept]
 
   def parse(self, content: Any, where: object) -> dict[str, Any]:
@@ -306,9 +306,18 @@ def line_spans(content: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.nd
     ends = np.append(ends, size)
   if not len(ends):
     return ends, ends
-  starts = np.concatenate([[0], ends[:-1] + 1])
+  # In place where possible, since an index of short records is large.
+  starts = np.zeros_like(ends)
+  np.add(ends[:-1], 1, out=starts[1:])
   has_return = (ends > starts) & (content[ends - 1] == _RETURN)
-  return starts, np.where(has_return, ends - 1, ends)
+  return starts, ends - has_return
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+  """Return arrays of all files as one, int64[n]."""
+  if len(arrays) == 1:
+    return arrays[0]
+  return np.concatenate([np.zeros(0, np.int64), *arrays])
 
 
 def _hash(content: np.ndarray, digest: Any) -> None:

@@ -137,6 +137,20 @@ def test_predictions_of_a_table_keep_fields(run, tmp_path):
   assert list(rows[0]) == ['id', 'question', 'prediction', 'inputs']
 
 
+def test_formats_of_inputs_and_texts_that_utf_8_lacks(run, tmp_path, monkeypatch):
+  monkeypatch.setattr(sys, 'stdin', types.SimpleNamespace(buffer=io.BytesIO(b'id,question\n7,z\n')))
+  _main('infer', run / 'run', '--input=-', '--input_format=csv', f'--output={tmp_path}/a.jsonl')
+  assert [row['inputs'] for row in _read(tmp_path / 'a.jsonl')] == [
+    {'inputs_pretokenized': 'what is z?'}
+  ]
+  gin.clear_config()
+  (tmp_path / 'new.jsonl').write_text('{"question": "z", "half": "\\ud800", "more": [1]}\n')
+  words = [f'--input={tmp_path}/new.jsonl', f'--output={tmp_path}/b.csv', '--keep_fields=all']
+  _main('infer', run / 'run', *words)
+  (row,) = csv.DictReader((tmp_path / 'b.csv').read_text(encoding='utf-8').splitlines())
+  assert (row['half'], row['more']) == ('\\ud800', '[1]')
+
+
 def test_lines_and_standard_input_fill_the_template(run, tmp_path, monkeypatch, capsys):
   (tmp_path / 'new.txt').write_text('x, y\nz\n')
   _main('infer', run / 'run', f'--input={tmp_path}/new.txt', f'--output={tmp_path}/a.jsonl')
@@ -184,6 +198,10 @@ def test_another_file_is_evaluated(run, capsys):
       'has 2 columns',
     ),
     (
+      ['infer', 'RUN', '--input=RUN/../test.csv', '--output=x.jsonl', '--keep_fields=anwser'],
+      "no 'anwser'. Did you mean 'answer'.*or --keep_fields",
+    ),
+    (
       ['infer', 'RUN', '--input=RUN/../test.csv', '--output=x.parquet'],
       'a table if the name ends in .csv',
     ),
@@ -194,6 +212,10 @@ def test_another_file_is_evaluated(run, capsys):
     (
       ['train', *_MODEL, '--gin.MODEL_DIR=x', '--train_file=RUN/../test.csv'],
       '--targets is missing',
+    ),
+    (
+      ['train', *_MODEL, '--gin.MODEL_DIR=x', '--gin.TRAIN_STEPS=1', '--inputs=question'],
+      'need a run whose task is data.FileTask.*for training also --train_file',
     ),
   ],
 )

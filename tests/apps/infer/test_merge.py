@@ -6,6 +6,7 @@ import pytest
 
 from t5x_lite import errors
 from t5x_lite.apps.infer.merge import merge_chunks_to_file
+from t5x_lite.apps.infer.merge import merge_chunks_to_table
 from t5x_lite.apps.infer.merge import merge_shards
 from t5x_lite.apps.infer.paths import ResultPaths
 from t5x_lite.apps.infer.store import ShardStore
@@ -108,6 +109,19 @@ def test_chunks_are_concatenated_in_order_and_all_of_them(tmp_path):
   (tmp_path / 'r[1]-chunk00004').unlink()
   with pytest.raises(errors.DataError, match='chunk00000'):
     merge_chunks_to_file(str(tmp_path), 'r[1]', str(tmp_path), None)
+
+
+def test_a_table_is_complete_or_absent(tmp_path):
+  line = '{"id": 1, "inputs": {"inputs_pretokenized": "x, y"}, "prediction": "a"}\n'
+  (tmp_path / 'r.csv-chunk00000').write_text(line)
+  (tmp_path / 'r.csv-chunk00001').write_text('{"prediction": "a"}\n')  # invalid, ends the function
+  with pytest.raises(KeyError):
+    merge_chunks_to_table(str(tmp_path), 'r.csv', str(tmp_path), None)
+  assert not (tmp_path / 'r.csv').exists()
+  (tmp_path / 'r.csv-chunk00001').write_text(line)
+  merge_chunks_to_table(str(tmp_path), 'r.csv', str(tmp_path), None)
+  rows = '1,a,"x, y"\n'
+  assert (tmp_path / 'r.csv').read_text() == f'id,prediction,inputs\n{rows}{rows}'
 
 
 def test_shards_in_a_store(store):
