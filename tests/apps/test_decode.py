@@ -108,3 +108,14 @@ def test_a_model_that_chooses_on_the_host_cannot_be_exported(run, tmp_path, caps
   decode_fn = '--gin.models.EncoderDecoderModel.decode_fn=@decoding.MinimumBayesRisk()'
   assert cli.main(['export', run, f'--gin.MODEL_OUTPUT_DIR={tmp_path}', decode_fn]) == 2
   assert 'to export' in capsys.readouterr().err
+
+
+def test_constraints_apply_to_the_samples(run, tmp_path, chosen):
+  (tmp_path / 'in.txt').write_text('x\ny\n')
+  (tmp_path / 'allowed.txt').write_text('for\nif\n')
+  arguments = [run, f'--input={tmp_path}/in.txt', f'--output={tmp_path}/out.jsonl', _OPTIONS]
+  flags = ['--decode=mbr', f'--allowed_outputs={tmp_path}/allowed.txt']
+  assert cli.main(['infer', *arguments, *flags]) == 0
+  lines = (tmp_path / 'out.jsonl').read_text().splitlines()
+  assert len(lines) == 2 and {json.loads(line)['prediction'] for line in lines} <= {'for', 'if'}
+  assert {text for samples in chosen[:2] for text in samples} <= {'for', 'if'}
