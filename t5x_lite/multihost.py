@@ -50,6 +50,16 @@ def any_process(flag: bool) -> bool:
   return bool(np.any(multihost_utils.process_allgather(np.asarray(bool(flag)))))
 
 
+def sum_over_processes(tree: PyTree) -> PyTree:
+  """Return the sums of NumPy arrays over the processes; every process must call this at the same point."""
+  if jax.process_count() == 1:
+    return tree
+  from jax.experimental import multihost_utils
+
+  gathered = multihost_utils.process_allgather(tree)
+  return jax.tree.map(lambda arrays: np.sum(arrays, axis=0, dtype=arrays.dtype), gathered)
+
+
 def assert_equal(input_tree: PyTree, fail_message: str = '') -> None:
   """Raise AssertionError with `fail_message` unless every process passed equal numbers."""
   if jax.process_count() > 1:

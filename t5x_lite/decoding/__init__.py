@@ -19,6 +19,11 @@ __getattr__, __dir__, __all__ = lazy_names(
     ),
     't5x_lite.decoding.constraints': ('Constraints',),
     't5x_lite.decoding.greedy': ('greedy_search',),
+    't5x_lite.decoding.minimum_bayes_risk': (
+      'MinimumBayesRisk',
+      'identity_of',
+      'minimum_bayes_risk_of',
+    ),
     't5x_lite.decoding.sampling': ('temperature_sample',),
     't5x_lite.decoding.state': (
       'BeamState',

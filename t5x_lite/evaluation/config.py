@@ -7,6 +7,7 @@ from typing import Any
 
 from t5x_lite import checks
 from t5x_lite import data
+from t5x_lite import decoding
 from t5x_lite import models
 from t5x_lite.evaluation import metric_names
 
@@ -146,6 +147,7 @@ class InferenceEvalConfig:
     metric_fns: functions of (targets, predictions), lists after the task's postprocessing, or of (targets, scores),
       that return metrics by name; `data.metrics` has them by name. They replace all metrics of the tasks; None keeps
       those of the tasks.
+    decode_fn: decoding algorithm of the predictions, e.g. `decoding.MinimumBayesRisk`; None for that of the model.
 
   Raises:
     ConfigError: a number is out of range.
@@ -156,6 +158,7 @@ class InferenceEvalConfig:
   batch_by_length: bool = True
   max_num_lengths: int = 4
   metric_fns: Sequence[_TaskMetricFn] | None = None
+  decode_fn: decoding.DecodeFnCallable | None = None
 
   def __post_init__(self):
     checks.check(

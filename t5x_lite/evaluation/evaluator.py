@@ -108,6 +108,8 @@ class InferenceEvaluator:
       NoMetricsError: no task has metrics.
     """
     check_evaluator_cls(inference_evaluator_cls, infer_eval_dataset_cfg, cfg)
+    if cfg.decode_fn is not None:
+      model = model.with_decode_fn(cfg.decode_fn)
     if verify_matching_vocabs_fn is not None:
       verify_matching_vocabs_fn(infer_eval_dataset_cfg, model)
     layout = partitioner.get_data_layout(infer_eval_dataset_cfg.batch_size)

@@ -1,7 +1,9 @@
 """Outputs of a model, batch by batch, for evaluations, `infer` and lists of texts."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+import concurrent.futures
 import contextlib
+import os
 import types
 from typing import Any, TypeVar
 
@@ -9,8 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from t5x_lite import decoding
+from t5x_lite import multihost
 from t5x_lite import partitioning
 from t5x_lite import tree_utils
+from t5x_lite.data.text import ids as text_ids
 from t5x_lite.errors import ConfigError, DataError
 from t5x_lite.models import BaseModel
 from t5x_lite.train_state import EvaluationState
@@ -26,7 +31,9 @@ _NO_OPTIONS: Mapping[str, Any] = types.MappingProxyType({})
 class PredictRunner:
   """Computes outputs of a model, of the kinds `data.interfaces.OUTPUT_KINDS`.
 
-  A program is compiled once per kind of output, options of the model's method and shapes of a batch.
+  A program is compiled once per kind of output, options of the model's method and shapes of a batch. If the model's
+  `decode_fn` is `decoding.MinimumBayesRisk`, a program samples, and the host chooses while the devices compute the next
+  batch.
   """
 
   def __init__(self, model: BaseModel, partitioner: partitioning.BasePartitioner):
@@ -38,6 +45,7 @@ class PredictRunner:
     """
     self._model = model
     self._partitioner = partitioner
+    self._rule = decoding.minimum_bayes_risk_of(getattr(model, 'decode_fn', None))
     self._programs: dict[tuple[Any, ...], jax.stages.Compiled] = {}
 
   def lower(
@@ -85,6 +93,10 @@ class PredictRunner:
     options: Mapping[str, Any],
   ) -> tuple[Any, tuple[Any, ...]]:
     """Return the partitioned function of `lower` and the shapes of its arguments."""
+    if self._rule is not None and self._chooses(kind):
+      # The choice needs all samples, and an output without them has no scores to select.
+      kind = 'predict_with_aux'
+      options = {'num_decodes': self._rule.num_samples, **options, 'return_all_decodes': True}
 
     def outputs_fn(train_state, batch, seed, number):
       batch = dict(batch)
@@ -154,14 +166,72 @@ class PredictRunner:
       outputs are (indices, outputs).
     """
     waiting = None
-    for given, number, batch in batches:
-      program = self.compile(kind, batch, train_state, train_state_axes, options, compiling_fn)
-      outputs = program(train_state, batch, np.uint32(seed), np.int32(number))
+    # Threads instead of processes: JAX must not be forked, a user's utility need not be picklable, and chrF and BLEU of
+    # an example take a few milliseconds, less than to send its samples to a process.
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count(), 't5x_lite-choose') as pool:
+
+      def on_host(has_indices, outputs):
+        outputs = jax.device_get(outputs)
+        if not self._chooses(kind):
+          return outputs
+        if has_indices:
+          return outputs[0], self._choose(kind, outputs[1], pool)
+        return self._choose(kind, outputs, pool)
+
+      for given, number, batch in batches:
+        program = self.compile(kind, batch, train_state, train_state_axes, options, compiling_fn)
+        outputs = program(train_state, batch, np.uint32(seed), np.int32(number))
+        if waiting is not None:
+          yield waiting[0], on_host(*waiting[1:])
+        waiting = given, INDICES in batch, outputs
       if waiting is not None:
-        yield waiting[0], jax.device_get(waiting[1])
-      waiting = given, outputs
-    if waiting is not None:
-      yield waiting[0], jax.device_get(waiting[1])
+        yield waiting[0], on_host(*waiting[1:])
+
+  def _chooses(self, kind: str) -> bool:
+    """Return whether the host chooses one of several samples."""
+    return self._rule is not None and kind.startswith('predict')
+
+  def _choose(
+    self,
+    kind: str,
+    outputs: tuple[np.ndarray, Mapping[str, Any]],
+    pool: concurrent.futures.Executor,
+  ) -> PyTree:
+    """Return the output of the chosen samples; each process chooses for a part of the examples.
+
+    Args:
+      kind: 'predict' or 'predict_with_aux'.
+      outputs: samples <int32>[batch, num_samples, length], the most probable last, and auxiliary outputs.
+      pool: threads.
+    """
+    samples, aux = outputs
+    num_rows = samples.shape[0]
+    # [rows], indices of the choices and their mean utilities.
+    best = np.zeros(num_rows, np.int32)
+    utility = np.zeros(num_rows, np.float32)
+    own = range(jax.process_index(), num_rows, jax.process_count())
+    for row, found in zip(
+      own, pool.map(self._choose_one, (samples[row] for row in own)), strict=True
+    ):
+      best[row], utility[row] = found
+    best, utility = multihost.sum_over_processes((best, utility))
+    rows = np.arange(num_rows)
+    chosen = samples[rows, best]
+    if kind == 'predict':
+      return chosen
+    return chosen, {**aux, 'scores': aux['scores'][rows, best], 'utility': utility}
+
+  def _choose_one(self, samples: np.ndarray) -> tuple[int, float]:
+    """Return (index, mean utility) of the choice out of samples <int32>[num_samples, length] of an example."""
+    vocabulary = self._model.output_vocabulary
+    texts = []
+    for ids in samples[::-1]:  # The most probable first, which wins between equal utilities.
+      text = text_ids.decode_ids(ids, vocabulary)
+      if not isinstance(text, str):  # of a vocabulary of ids
+        text = ' '.join(map(str, text))
+      texts.append(text)
+    index, utility = self._rule.choose(texts)
+    return len(samples) - 1 - index, utility
 
 
 def _options_key(kind: str, options: Mapping[str, Any]) -> tuple[Any, ...]:

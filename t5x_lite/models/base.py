@@ -126,6 +126,23 @@ class BaseModel(subclassing.WithFeatureConverter, abc.ABC):
       'Remove it, or derive the model from models.BaseTransformerModel.',
     )
 
+  def with_decode_fn(self, decode_fn: decoding.DecodeFnCallable) -> 'BaseModel':
+    """Return a copy of this model with another decoding algorithm; by default unsupported.
+
+    Args:
+      decode_fn: decoding algorithm.
+
+    Raises:
+      ConfigError: the model has no decoding algorithm, or an error of `decoding.contract_of`.
+    """
+    raise checks.invalid(
+      '',
+      'decode_fn',
+      f'None for the model {type(self).__name__}',
+      decode_fn,
+      'Remove it, or derive the model from models.BaseTransformerModel.',
+    )
+
   def predict_batch(
     self,
     params: Params,
@@ -337,14 +354,7 @@ class BaseTransformerModel(BaseModel):
     return self._decode_fn
 
   def with_decode_fn(self, decode_fn: decoding.DecodeFnCallable) -> 'BaseTransformerModel':
-    """Return a copy of this model with another decoding algorithm.
-
-    Args:
-      decode_fn: decoding algorithm.
-
-    Raises:
-      ConfigError: `decode_fn` is not a function, or an error of `decoding.contract_of`.
-    """
+    """Return a copy of this model with another decoding algorithm; see `BaseModel.with_decode_fn`."""
     _check_decode_fn(decode_fn)
     model = copy.copy(self)
     model._decode_fn = decode_fn

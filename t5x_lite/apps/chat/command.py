@@ -4,11 +4,22 @@ import argparse
 
 from t5x_lite.apps.common.constraints import add_constraint_arguments
 from t5x_lite.apps.common.constraints import constrained_model
+from t5x_lite.apps.common.flags import DECODE_FNS
 from t5x_lite.apps.common.flags import Invocation
+from t5x_lite.apps.common.flags import add_decode_argument
 from t5x_lite.apps.common.flags import add_gin_arguments
 from t5x_lite.apps.common.runs import find_run
 from t5x_lite.apps.common.runs import load_run
 from t5x_lite.errors import ExitCode
+
+# The configuration of a training has no other parameter for a decoding function that is not part of the model.
+_DECODE = """
+from __gin__ import dynamic_registration
+from t5x_lite import decoding
+from t5x_lite import evaluation
+from t5x_lite.apps import train as train_script
+train_script.train.infer_eval_cfg = @decode/evaluation.InferenceEvalConfig()
+decode/evaluation.InferenceEvalConfig.decode_fn = """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     metavar='P',
     help='sample from the most probable tokens with total probability P',
   )
+  add_decode_argument(group)
   group.add_argument('--beam', type=int, metavar='N', help='search with N beams')
   group.add_argument('--seed', type=int, default=0, metavar='N', help='seed of sampling')
   group.add_argument(
@@ -62,11 +74,18 @@ def run_command(invocation: Invocation) -> int:
   """Run the command and return its exit status."""
   flags = invocation.flags
   run = find_run(flags.run)
-  configuration = load_run(run, invocation)
+  overrides = ''
+  if flags.decode is not None:
+    overrides = _DECODE + DECODE_FNS[flags.decode] + '\n'
+  configuration = load_run(run, invocation, overrides)
   from t5x_lite import checkpoints
   from t5x_lite.apps.chat import run as chat
 
+  decode_fn = None
+  if flags.decode is not None:
+    decode_fn = configuration.argument('infer_eval_cfg').decode_fn
   options = chat.DecodingOptions(
+    decode_fn=decode_fn,
     num_decodes=flags.num_decodes,
     temperature=flags.temperature,
     topk=flags.topk,

@@ -52,6 +52,7 @@ class DecodingOptions:
     topp: total probability of the most probable tokens to sample from.
     beam_size: number of beams of a beam search.
     seed: seed of sampling; input k uses this seed folded with k.
+    decode_fn: decoding algorithm with options of its own, which replaces all others but `seed`.
 
   Raises:
     ConfigError: an option is out of range, or options exclude each other.
@@ -63,10 +64,12 @@ class DecodingOptions:
   topp: float | None = None
   beam_size: int | None = None
   seed: int = 0
+  decode_fn: decoding.DecodeFnCallable | None = None
 
   def __post_init__(self) -> None:
     flags = {f'--{name}': value for name, value in vars(self).items()}
     flags['--beam'] = flags.pop('--beam_size')
+    flags['--decode'] = flags.pop('--decode_fn')
     checks.check(
       '',
       flags,
@@ -81,20 +84,32 @@ class DecodingOptions:
     )
     conflicts = [
       pair
-      for pair in (('--topk', '--topp'), *(('--beam', name) for name in _SAMPLING))
+      for pair in (
+        ('--topk', '--topp'),
+        *(('--beam', name) for name in _SAMPLING),
+        *(('--decode', name) for name in (*_SAMPLING, '--beam')),
+      )
       if all(flags[name] is not None for name in pair)
     ]
     if self.beam_size is not None and self.num_decodes > self.beam_size:
       conflicts.append(('--num_decodes', '--beam'))
+    if self.decode_fn is not None and self.num_decodes > 1:
+      conflicts.append(('--decode', '--num_decodes'))
     for pair in conflicts:
-      both = ' and '.join(f'{name}={flags[name]}' for name in pair)
-      remedy = 'Increase --beam.' if '--num_decodes' in pair else 'Remove one of them.'
+      both = ' and '.join(name if name == '--decode' else f'{name}={flags[name]}' for name in pair)
+      remedy = 'Remove one of them.'
+      if pair == ('--num_decodes', '--beam'):
+        remedy = 'Increase --beam.'
+      elif '--decode' in pair:
+        remedy = 'Remove one of them; options of --decode are gin parameters, see --help.'
       raise ConfigError(f'{both} cannot be combined. {remedy}')
 
   def apply(
     self, model: models.BaseTransformerModel
   ) -> tuple[models.BaseTransformerModel, dict[str, Any]]:
     """Return (model, options of its `predict_batch_with_aux`) for these options."""
+    if self.decode_fn is not None:
+      return model.with_decode_fn(self.decode_fn), {}
     if self.beam_size is not None:
       return (
         model.with_decode_fn(decoding.beam_search),

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
   from t5x_lite import gin_utils
 
 
+# Values of --decode, and the decoding functions as gin files write them.
+DECODE_FNS = {'mbr': '@decoding.MinimumBayesRisk()'}
 # Value of --compilation_cache_dir for no folder.
 NO_CACHE = 'off'
 
@@ -282,6 +284,17 @@ def _logger_levels(text: str) -> dict[str, int]:
         f'got {pair!r}'
       ) from None
   return levels
+
+
+def add_decode_argument(parser: Any) -> None:
+  """Add the flag `--decode` to a parser or a group of it; `DECODE_FNS` has its values."""
+  parser.add_argument(
+    '--decode',
+    choices=tuple(DECODE_FNS),
+    help='decoding algorithm instead of that of the model. mbr: minimum Bayes risk, the most typical of '
+    'several samples; options: --gin.decoding.MinimumBayesRisk.num_samples=N (16), .utility (chrf), '
+    '.temperature, .topk, .topp',
+  )
 
 
 def add_seqio_arguments(parser: argparse.ArgumentParser) -> None:

@@ -146,12 +146,15 @@ def resolve_run(invocation: Invocation) -> tuple[FoundRun, Invocation]:
   return run, invocation._replace(gin_files=gin_files_of(run, invocation.gin_files))
 
 
-def load_run(run: FoundRun, invocation: Invocation) -> 'gin_utils.Configuration':
+def load_run(
+  run: FoundRun, invocation: Invocation, overrides: str = ''
+) -> 'gin_utils.Configuration':
   """Return the configuration of a run: its config.gin, then the given gin files.
 
   Args:
     run: result of `find_run`.
     invocation: command line with the flags of `add_gin_arguments`.
+    overrides: gin text that is applied last.
 
   Raises:
     ConfigError: config.gin is missing, or the configuration is invalid.
@@ -159,4 +162,4 @@ def load_run(run: FoundRun, invocation: Invocation) -> 'gin_utils.Configuration'
   gin_files = gin_files_of(run, invocation.gin_files)
   if not files.path(os.path.join(run.model_dir, CONFIG_FILE)).is_file():
     gin_files = [_RUN_FILE, *gin_files]
-  return load_configuration(invocation._replace(gin_files=gin_files), _PLACEHOLDERS)
+  return load_configuration(invocation._replace(gin_files=gin_files), _PLACEHOLDERS, overrides)

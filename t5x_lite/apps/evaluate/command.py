@@ -10,7 +10,9 @@ from t5x_lite.apps.common.file_flags import EVAL_FLAGS
 from t5x_lite.apps.common.file_flags import add_file_arguments
 from t5x_lite.apps.common.file_flags import check_reads_files
 from t5x_lite.apps.common.file_flags import file_bindings
+from t5x_lite.apps.common.flags import DECODE_FNS
 from t5x_lite.apps.common.flags import Invocation
+from t5x_lite.apps.common.flags import add_decode_argument
 from t5x_lite.apps.common.flags import add_gin_arguments
 from t5x_lite.apps.common.flags import add_seqio_arguments
 from t5x_lite.apps.common.flags import load_configuration
@@ -29,6 +31,11 @@ _PLACEHOLDERS = {
   'DROPOUT_RATE': '0.0',
   'INITIAL_CHECKPOINT_PATH': "'none'",
 }
+_DECODE = """
+from __gin__ import dynamic_registration
+from t5x_lite import decoding
+from t5x_lite import evaluation
+evaluation.InferenceEvalConfig.decode_fn = """
 # Modules that change no result, or whose values are compared with those of former results in another way.
 _NOT_SETTINGS = (
   't5x_lite.apps.evaluate',
@@ -62,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     action='store_true',
     help='print the configuration and the checkpoints to evaluate, without evaluating',
   )
+  add_decode_argument(parser)
   add_constraint_arguments(parser)
   add_file_arguments(parser, EVAL_FLAGS)
   add_gin_arguments(parser)
@@ -91,6 +99,8 @@ def run_command(invocation: Invocation) -> int:
     raise ConfigError(problem)
   if run is not None:
     overrides = _configure_run(run, flags, placeholders)
+  if flags.decode is not None:
+    overrides += _DECODE + DECODE_FNS[flags.decode] + '\n'
   invocation = with_run_file(invocation, _RUN_FILE, 'evaluate')
   bindings = file_bindings(flags)
   configuration = load_configuration(invocation, placeholders, overrides, bindings)

@@ -8,6 +8,7 @@ from typing import Any
 from t5x_lite import checkpoints
 from t5x_lite import checks
 from t5x_lite import data
+from t5x_lite import decoding
 from t5x_lite import evaluation
 from t5x_lite import gin_utils
 from t5x_lite import models
@@ -157,6 +158,10 @@ class EvaluateConfig:
         'num_examples': self.infer_eval_cfg.num_examples,
         'by_seqio': self.inference_evaluator_cls is not None,
       }
+      if self.infer_eval_cfg.decode_fn is not None:
+        identity['inference_eval']['decode_fn'] = decoding.identity_of(
+          self.infer_eval_cfg.decode_fn
+        )
     if eval_batches:
       identity['training_eval'] = {
         'tasks': {name: batches.num_examples for name, batches in eval_batches.items()},

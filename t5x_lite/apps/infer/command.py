@@ -15,7 +15,9 @@ from typing import Any
 from t5x_lite.apps.common.constraints import add_constraint_arguments
 from t5x_lite.apps.common.constraints import constrained_model
 from t5x_lite.apps.common.constraints import given_constraints
+from t5x_lite.apps.common.flags import DECODE_FNS
 from t5x_lite.apps.common.flags import Invocation
+from t5x_lite.apps.common.flags import add_decode_argument
 from t5x_lite.apps.common.flags import add_gin_arguments
 from t5x_lite.apps.common.flags import add_seqio_arguments
 from t5x_lite.apps.common.flags import join_cluster
@@ -42,6 +44,7 @@ _SOURCES_OF_FILES = ('builtin', 'grain')
 _HEADER = """
 from __gin__ import dynamic_registration
 from t5x_lite import data
+from t5x_lite import decoding
 from t5x_lite.apps import infer as infer_script
 """
 # Modules that change no result, or whose values are compared in another way when a run resumes.
@@ -106,6 +109,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help='write the results to this JSONL file instead of INFER_OUTPUT_DIR, or as a table if its name ends in .csv; '
     '- is standard output',
   )
+  decoding = parser.add_argument_group('decoding')
+  add_decode_argument(decoding)
   shards = parser.add_argument_group(
     'several workers, each started with the same flags except --shard_id'
   )
@@ -200,6 +205,8 @@ def _infer(invocation: Invocation, folder: str, name: str) -> list[str]:
     overrides.append(
       f'infer_script.infer.output_dir = {folder!r}\ninfer_script.infer.output_file = {name!r}\n'
     )
+  if flags.decode is not None:
+    overrides.append(f'infer_script.infer.decode_fn = {DECODE_FNS[flags.decode]}\n')
   overrides += [
     f'infer_script.infer.{flag} = {value}\n'
     for flag in ('num_shards', 'shard_id')

@@ -11,6 +11,7 @@ from typing import Any
 from t5x_lite import checkpoints
 from t5x_lite import checks
 from t5x_lite import data
+from t5x_lite import decoding
 from t5x_lite import gin_utils
 from t5x_lite import models
 from t5x_lite import partitioning
@@ -72,6 +73,7 @@ class InferConfig:
     output_file: file name within `output_dir` that replaces `<task>-<mode>.jsonl`; with one shard, without a shard
       suffix. For a single task.
     random_seed: seed of sampling.
+    decode_fn: decoding algorithm of predictions, e.g. `decoding.MinimumBayesRisk`; None for that of the model.
     settings: further settings that the results depend on, by name, such as decoding options. A run resumes only if they
       are unchanged; the command passes all gin bindings.
 
@@ -106,6 +108,7 @@ class InferConfig:
   use_orbax: bool = True
   output_file: str | None = None
   random_seed: int = 0
+  decode_fn: decoding.DecodeFnCallable | None = None
   settings: Mapping[str, str] | None = None
 
   def __post_init__(self) -> None:
@@ -188,6 +191,8 @@ class InferConfig:
     }
     if self.model.constraints is not None:
       identity['constraints'] = self.model.constraints.identity
+    if self.decode_fn is not None:
+      identity['decode_fn'] = decoding.identity_of(self.decode_fn)
     if self.output_vocab_feature_name != 'targets':
       identity['output_vocab_feature_name'] = self.output_vocab_feature_name
     return identity | builders.identity(self.restore_checkpoint_cfg)

@@ -78,8 +78,11 @@ def infer(cfg: InferConfig) -> list[str]:
       command to resume.
   """
   recorded = restore_lib.with_recorded_ids(cfg.dataset_cfg, cfg.restore_checkpoint_cfg)
+  model = cfg.model
+  if cfg.decode_fn is not None:
+    model = model.with_decode_fn(cfg.decode_fn)
   cfg = dataclasses.replace(
-    cfg, dataset_cfg=recorded, output_dir=checkpoints.without_links(cfg.output_dir)
+    cfg, model=model, dataset_cfg=recorded, output_dir=checkpoints.without_links(cfg.output_dir)
   )
   with contextlib.ExitStack() as stack:
     stack.enter_context(standard_streams.lossy_output('stdout', 'stderr'))
