@@ -348,6 +348,8 @@ class MetricsManager:
       self.summary_dir = str(files.path(summary_dir) / name)
     self._writes = summary_dir is not None and multihost.is_lead()
     self._writer: SummaryWriter | None = None
+    # What is to be written when the files can be opened; used by the background thread.
+    self._waiting: list[Callable[[SummaryWriter], None]] = []
     self._worker = concurrent.futures.ThreadPoolExecutor(
       max_workers=1, thread_name_prefix=f'summaries-{name}'
     )
@@ -421,9 +423,8 @@ class MetricsManager:
       values = compute_values(host_metrics, num_steps=num_steps, duration=duration)
       for name, value in self.host_metrics_fn().items():
         values[name] = clu.values.Scalar(value)
-      writer = self.summary_writer
-      if self._writes and writer is not None:
-        writer.write_values(step, values)
+      if self._writes:
+        self._write_next(lambda writer: writer.write_values(step, values))
       return values
 
     return self._submit(summarize)
@@ -440,6 +441,8 @@ class MetricsManager:
       pending
     )  # all of them, even if one raises: then the thread has stopped writing
     functions: list[Callable[[], object]] = [future.result for future in pending]
+    if self._waiting:
+      functions.append(self._worker.submit(self._write_waiting).result)
     if self._writer is not None:
       functions.append(self._writer.flush)
     call_all(functions)
@@ -452,6 +455,7 @@ class MetricsManager:
     """
     with contextlib.suppress(OSError):
       self.flush()
+    self._waiting.clear()
     if self._writer is not None:
       with contextlib.suppress(OSError):
         self._writer.close()
@@ -467,14 +471,19 @@ class MetricsManager:
       self._writer = None
 
   def _write(self, fn: Callable[[SummaryWriter], None]) -> None:
-
-    def write() -> None:
-      writer = self.summary_writer
-      assert writer is not None  # since this process writes
-      fn(writer)
-
     if self._writes:
-      self._submit(write)
+      self._submit(lambda: self._write_next(fn))
+
+  def _write_next(self, fn: Callable[[SummaryWriter], None]) -> None:
+    self._waiting.append(fn)
+    self._write_waiting()
+
+  def _write_waiting(self) -> None:
+    """Write what waits, in order; all of it waits on if the files cannot be opened, which raises OSError."""
+    writer = self.summary_writer
+    assert writer is not None  # since this process writes
+    while self._waiting:
+      self._waiting.pop(0)(writer)
 
   def _submit(self, fn: Callable[[], Any]) -> concurrent.futures.Future:
     self._pending = [f for f in self._pending if not f.done() or f.exception() is not None]

@@ -4,6 +4,13 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'rows_are_lost_if_the_files_cannot_be_opened',
+    't5x_lite/trainer/summaries.py',
+    '    self._waiting.append(fn)\n    self._write_waiting()\n',
+    '    writer = self.summary_writer\n    fn(writer)\n',
+    'tests/trainer/test_summaries.py::test_rows_wait_until_the_files_can_be_opened',
+  ),
+  Mutant(
     'any_size_is_only_a_warning',
     't5x_lite/apps/common/memory.py',
     'if needed >= _ERROR_FACTOR * available:',

@@ -484,3 +484,25 @@ def test_metrics_in_a_link_are_not_changed(tmp_path):
   path.unlink()
   manager.close()
   assert [row['step'] for row in summaries.read_metrics(path)] == [1]
+
+
+def test_rows_wait_until_the_files_can_be_opened(tmp_path, monkeypatch):
+  opened = files.appended
+  attempts = []
+
+  def fail_twice(*args, **kwargs):
+    attempts.append(args)
+    if len(attempts) < 3:
+      raise OSError(errno.EMFILE, 'Too many open files')
+    return opened(*args, **kwargs)
+
+  monkeypatch.setattr(files, 'appended', fail_twice)
+  manager = summaries.MetricsManager('train', tmp_path)
+  manager.write_scalars(5, {'loss': 2.0})
+  with pytest.raises(OSError, match='Too many open files'):
+    manager.flush()
+  manager.write_scalars(10, {'loss': 1.0})
+  manager.flush()
+  manager.close()
+  rows = summaries.read_metrics(tmp_path / 'train' / summaries.METRICS_FILE)
+  assert [row['step'] for row in rows] == [5, 10]
