@@ -17,7 +17,7 @@ _FOLDER = pathlib.Path(__file__).parent
 
 def test_the_task_of_the_page_has_the_metric(monkeypatch):
   monkeypatch.syspath_prepend(str(_FOLDER))
-  registries.isolate(monkeypatch)
+  registries.isolate(monkeypatch, 'keyword_cloze_prefix')
   monkeypatch.delitem(sys.modules, 'prefix_match', raising=False)
   page = (_FOLDER.parents[1] / 'docs' / 'extending.md').read_text(encoding='utf-8')
   (shown,) = re.findall(r'`prefix_match.gin`:\n\n```gin\n(.*?)```', page, re.DOTALL)

@@ -101,7 +101,7 @@ def test_there_and_back(tmp_path, capsys):
   'flags, words',
   [
     ([], 'The following arguments are required: --to'),
-    (['--to=hf'], f'`--to` must be one of {", ".join(map(repr, formats.FORMATS))}, got'),
+    (['--to=hf'], f'`--to` must be one of {", ".join(map(repr, formats.FORMATS))}'),
     (
       ['--to=hugging_face', '--max_shard_size=5 apples'],
       "must be a size such as 5GB, 500MB or 2GiB, got '5 apples'",
