@@ -111,15 +111,15 @@ class FileTask(TaskDescription):
       'FileTask',
       vars(self),
       train_file=checks.Expectation(
-        'a file if there is no validation_file', lambda given: given or self.validation_file
+        'a file if there is no validation_file', lambda given: bool(given or self.validation_file)
       ),
       validation_fraction=checks.Expectation(
         'None with a validation_file, or without a train_file',
-        lambda given: given is None or (self.train_file and not self.validation_file),
+        lambda given: given is None or bool(self.train_file and not self.validation_file),
       ),
     )
     if self.name is None:
-      object.__setattr__(self, 'name', _name_of(self.train_file or self.validation_file))
+      object.__setattr__(self, 'name', _name_of(self.train_file or self.validation_file or ''))
     _ = self.templates
 
   @functools.cached_property
@@ -146,6 +146,7 @@ class FileTask(TaskDescription):
       splits.append('train')
     if self.validation_file or self.validation_fraction:
       splits.append('validation')
+    assert self.name is not None  # set in `__post_init__`
     return BuiltinTask(
       name=self.name,
       splits=tuple(splits),
@@ -163,6 +164,7 @@ class FileTask(TaskDescription):
       DataError: a file cannot be read, or a record is bad.
     """
     records, skipped = self._records(split)
+    assert self.name is not None
     return FileExamples(
       self.name,
       records,
@@ -216,8 +218,8 @@ class FileTask(TaskDescription):
       checks_lines=self.bad_records == 'stop',
     )
     known = records.columns
-    for name in () if known is None else sorted(used):
-      if name not in known:
+    for name in sorted(used):
+      if known is not None and name not in known:
         raise DataError(
           f'{paths[0]} has no column {name!r}.{did_you_mean(name, known)} Correct the template, or, if the file has no '
           'header, name its columns with --columns; --separator is the text between two columns.'
@@ -252,11 +254,12 @@ class FileTask(TaskDescription):
       DataError: no file matches, or a file belongs to both splits.
     """
     pattern = self.validation_file if split == 'validation' else self.train_file
-    paths = _find(pattern or self.train_file, split)
+    paths = _find(pattern or self.train_file or '', split)
     if self.train_file and self.validation_file:
       other = []
       with contextlib.suppress(DataError):  # For an evaluation the training files may be gone.
-        other = _find(self.train_file if split == 'validation' else self.validation_file, 'other')
+        patterns = self.train_file if split == 'validation' else self.validation_file
+        other = _find(patterns, 'other')
       same = {files.real_path(path) for path in other}.intersection(map(files.real_path, paths))
       if same:
         raise DataError(

@@ -78,10 +78,11 @@ def dataset_of_records(
     vocabularies = {'inputs': model.input_vocabulary, 'targets': model.output_vocabulary}
     names = {feature: cfg.keys_of(feature)[0] for feature in vocabularies}
     task = data.FileTask(vocabulary=vocabularies, train_file=path, **names)
+  assert task is not None
   file_format = flags.input_format or 'auto'
   if file_format == 'auto' and flags.input == _STANDARD:
     file_format = 'text'
-  task = dataclasses.replace(
+  chosen: data.FileTask = dataclasses.replace(
     task,
     train_file=None,
     validation_file=path,
@@ -97,10 +98,10 @@ def dataset_of_records(
     name=None,  # that of the input
   )
   is_text = file_format == 'text' or (file_format == 'auto' and opening.format_of(path) == 'text')
-  if is_text and task.columns is None:
-    task = dataclasses.replace(task, columns=[_column_of_lines(task, flags.input)])
+  if is_text and chosen.columns is None:
+    chosen = dataclasses.replace(chosen, columns=[_column_of_lines(chosen, flags.input)])
   return data.DatasetConfig(
-    task,
+    chosen,
     cfg.task_feature_lengths,
     split='validation',
     batch_size=cfg.batch_size,

@@ -80,6 +80,7 @@ def merge_chunks_to_table(
   def rows() -> Iterator[dict[str, Any]]:
     for chunk in chunks:
       for _, line in json_lines.read(chunk):
+        assert line is not None  # `write_inferences_to_file` has written it.
         yield {name: _cell(value) for name, value in _flat(line).items()}
 
   columns = dict.fromkeys(name for row in rows() for name in row)

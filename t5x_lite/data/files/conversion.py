@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import gzip
 import hashlib
+import io
 import logging
 import os
 import pathlib
@@ -147,7 +148,7 @@ def _decompress(path: str, local: str, target: pathlib.Path) -> None:
     ) from error
 
 
-def _copy(stream: IO[bytes], output: IO[bytes], path: str) -> None:
+def _copy(stream: io.BufferedIOBase | IO[bytes], output: IO[bytes], path: str) -> None:
   while chunk := stream.read(CHUNK):
     check_space(pathlib.Path(output.name).parent, len(chunk), path)
     output.write(chunk)

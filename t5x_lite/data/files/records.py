@@ -164,8 +164,8 @@ class LineRecords(Records):
         if version_of(os.fstat(stream.fileno())) != self._versions[file]:
           self._check_content()
         for place in np.flatnonzero(of_file == file).tolist():
-          stream.seek(self._starts[wanted[place]])
-          found[place] = stream.read(self._lengths[wanted[place]])
+          stream.seek(int(self._starts[wanted[place]]))
+          found[place] = stream.read(int(self._lengths[wanted[place]]))
     return found
 
   def _check_content(self) -> None:
