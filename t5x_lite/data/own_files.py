@@ -168,7 +168,7 @@ class FileTask(TaskDescription):
     return FileExamples(
       self.name,
       records,
-      dict(zip(self.templates, self.templates, strict=True)),
+      {feature: feature for feature in self.templates},
       self.vocabularies,
       {feature: vocabulary.eos_id is not None for feature, vocabulary in self.vocabularies.items()},
       (self._render,),
@@ -264,8 +264,7 @@ class FileTask(TaskDescription):
       if same:
         raise DataError(
           f'{min(same)} must be the file of one split, got it as train_file and validation_file: results on the '
-          'examples of the training say nothing.'
-          ' Name another validation_file, or set --validation_fraction=0.1 instead.'
+          'examples of the training say nothing. Name another file, or set --validation_fraction=0.1 instead.'
         )
     return paths
 

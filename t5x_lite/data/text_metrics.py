@@ -37,7 +37,7 @@ def metrics(names: str | Sequence[str], *more: str) -> tuple[MetricFn, ...]:
     A function for each name. It returns the metric under its name, except that squad returns `em` and `f1`.
 
   Raises:
-    ConfigError: a name is unknown, there is none, or sacrebleu or rouge-score is needed and not installed.
+    ConfigError: a name is unknown, the list is empty, or sacrebleu or rouge-score is needed and not installed.
 
   >>> [metric(['a b', 'c'], ['a', 'c']) for metric in metrics('exact_match', 'wer')]
   [{'exact_match': 0.5}, {'wer': 0.3333333333333333}]
@@ -51,7 +51,7 @@ def metric_names(text: str) -> tuple[str, ...]:
   """Return the names in a list with commas, such as 'bleu,chrf', each once.
 
   Raises:
-    ConfigError: a name is unknown, or there is none.
+    ConfigError: a name is unknown, or the list is empty.
   """
   names = [name.strip() for name in text.split(',')]
   for name in names:

@@ -82,12 +82,16 @@ def dataset_of_records(
   file_format = flags.input_format or 'auto'
   if file_format == 'auto' and flags.input == _STANDARD:
     file_format = 'text'
+  separator = None
+  if opening.has_separator(file_format, path):
+    separator = task.separator
   chosen: data.FileTask = dataclasses.replace(
     task,
     train_file=None,
     validation_file=path,
     validation_fraction=None,
     file_format=file_format,
+    separator=separator,
     columns=flags.columns and [name.strip() for name in flags.columns.split(',')],
     inputs=flags.input_template or task.inputs,
     targets=flags.target_template or task.targets,

@@ -45,6 +45,18 @@ def format_of(path: str) -> str | None:
   return _SUFFIXES.get(name.suffix.lower())
 
 
+def has_separator(file_format: str, path: str) -> bool:
+  """Return whether the lines of a file have fields with a separator between them.
+
+  Args:
+    file_format: see `open_records`.
+    path: name of the file, for 'auto'.
+  """
+  if file_format == 'auto':
+    return format_of(path) in _SEPARATORS
+  return file_format in _SEPARATORS
+
+
 def is_table(path: str) -> bool:
   """Return whether the name of a file says that its lines are no texts, such as x.csv or x.jsonl.gz."""
   return conversion.is_compressed(path) or format_of(path) not in (None, 'text', 'jsonl')

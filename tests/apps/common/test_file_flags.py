@@ -165,6 +165,22 @@ def test_lines_and_standard_input_fill_the_template(run, tmp_path, monkeypatch, 
   assert json.loads(capsys.readouterr().out)['inputs'] == {'inputs_pretokenized': 'who is z?'}
 
 
+def test_a_separator_of_the_run_is_for_tables_only(run, tmp_path):
+  config = (run / 'run' / 'config.gin').read_text()
+  try:
+    (run / 'run' / 'config.gin').write_text(config + "\ndata.FileTask.separator = ';'\n")
+    (tmp_path / 'new.csv').write_text('id;question\n7;x, y\n')
+    (tmp_path / 'new.jsonl').write_text('{"question": "x, y"}\n')
+    for name in ('new.csv', 'new.jsonl'):
+      out = tmp_path / f'{name}.out'
+      _main('infer', run / 'run', f'--input={tmp_path}/{name}', f'--output={out}')
+      gin.clear_config()
+      (row,) = _read(out)
+      assert row['inputs'] == {'inputs_pretokenized': 'what is x, y?'}
+  finally:
+    (run / 'run' / 'config.gin').write_text(config)
+
+
 def test_scores_need_targets(run, tmp_path):
   scores = '--gin.infer_script.infer.mode=score'
   out = f'--output={tmp_path}/a.jsonl'
