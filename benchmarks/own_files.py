@@ -4,7 +4,7 @@ python benchmarks/own_files.py [--gb 0.02] [--repeats 3] [--batches 200] [--only
 
 A record has about 500 bytes in a line. Each row is a new process, which opens the training split of a `data.FileTask`
 (for Parquet and .gz with an empty folder of converted files, then again), and reads shuffled batches of 64, whose rate
-is that of processor time. Seconds are the best of the repetitions. Memory is the largest amount without mapped files
+is that of processor time. Seconds and rates are medians of the repetitions. Memory is the largest amount without mapped files
 during the opening, relative to the process before it. Files up to 100 MB are also checked when they are opened, which
 takes most of the time of small files. Run it as `taskset -c 1 python ...` for the seconds of one core.
 """
@@ -17,6 +17,7 @@ import json
 import os
 import pathlib
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -151,6 +152,10 @@ def _in_new_process(path: pathlib.Path, cache: pathlib.Path, num_batches: int) -
   return json.loads(done.stdout.splitlines()[-1])
 
 
+def _median(rows: list[dict[str, float]], name: str) -> float:
+  return statistics.median(row[name] for row in rows)
+
+
 def _row(path: pathlib.Path, cache: pathlib.Path, args: argparse.Namespace) -> list[object]:
   """Return the row of the table for a file."""
   converted: list[dict[str, float]] = []
@@ -162,14 +167,14 @@ def _row(path: pathlib.Path, cache: pathlib.Path, args: argparse.Namespace) -> l
     opened.append(_in_new_process(path, cache, args.batches))
   conversion = '-'
   if converted:
-    conversion = f'{min(each["seconds"] for each in converted):.2f}'
+    conversion = f'{_median(converted, "seconds"):.2f}'
   return [
     path.name.partition('.')[2],
     path.stat().st_size / 1e6,
     conversion,
-    min(each['seconds'] for each in opened),
+    _median(opened, 'seconds'),
     max(each['memory'] for each in converted + opened),
-    max(each['batches'] for each in opened),
+    _median(opened, 'batches'),
   ]
 
 

@@ -49,6 +49,8 @@ from t5x_lite.data.vocabularies import sentinel_id
 from t5x_lite.errors import ConfigError, DataError, did_you_mean
 
 _DEFAULT_KEYS = {'inputs': 'inputs', 'targets': 'targets'}
+# Names of the parts of a result of `infer`, next to which it has fields of the record.
+RESULT_NAMES = ('inputs', 'prediction', 'prediction_tokens', 'score', 'aux')
 # Examples that are prepared when a table is opened, to find errors early.
 _NUM_TRIED = 4
 
@@ -249,15 +251,7 @@ class FileExamples(ExampleTable):
       return {}
     where = Where(self._records, number % len(self))
     (content,) = self._records.read([number % len(self)])
-    record = self._records.parse(content, where)
-    if self._keep_fields is None:
-      return record
-    for name in self._keep_fields:
-      if name not in record:
-        raise DataError(
-          f'{where}: the record has no {name!r}.{did_you_mean(name, record)} Correct the record, or --keep_fields.'
-        )
-    return {name: record[name] for name in self._keep_fields}
+    return kept_fields(self._records.parse(content, where), self._keep_fields, where)
 
   @property
   def end_ids(self) -> Mapping[str, int]:
@@ -340,6 +334,36 @@ class FileExamples(ExampleTable):
         ids = np.append(ids, np.int32(required_eos_id(vocabulary)))
       example[feature] = ids
     return example
+
+
+def kept_fields(
+  record: Mapping[str, Any], names: Sequence[str] | None, where: object
+) -> dict[str, Any]:
+  """Return the fields of a record that results keep.
+
+  Args:
+    record: the record.
+    names: names of the fields; None for all.
+    where: location of the record, for messages.
+
+  Raises:
+    DataError: the record lacks a field, or has one with the name of a part of the results.
+  """
+  taken = [name for name in record if name in RESULT_NAMES]
+  if names is None and taken:
+    others = ','.join(name for name in record if name not in taken) or 'NAMES'
+    raise DataError(
+      f'{where}: the field {taken[0]!r} cannot be kept, since a part of the results has this name. Rename it, or keep '
+      f'other fields: --keep_fields={others}.'
+    )
+  for name in names or ():
+    if name not in record:
+      raise DataError(
+        f'{where}: the record has no {name!r}.{did_you_mean(name, record)} Correct the record, or --keep_fields.'
+      )
+  if names is None:
+    return dict(record)
+  return {name: record[name] for name in names}
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import hashlib
 import logging
 import pathlib
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,10 @@ from t5x_lite.data.builtin_tasks import BuiltinTask
 from t5x_lite.data.builtin_tasks import TaskDescription
 from t5x_lite.data.file_tasks import FileExamples
 from t5x_lite.data.file_tasks import RecordContext
+from t5x_lite.data.file_tasks import kept_fields
 from t5x_lite.data.file_tasks import located
 from t5x_lite.data.files import opening
+from t5x_lite.data.files.records import BadRecordError
 from t5x_lite.data.files.records import Records
 from t5x_lite.data.files.records import Subset
 from t5x_lite.data.files.records import Where
@@ -40,10 +42,14 @@ from t5x_lite.storage import files
 _CHECKED_BYTES = 100_000_000
 # Number of skipped records that are named in the log.
 _MAX_NAMED = 20
+# Number of scanned files that are kept for the next opening.
+_NUM_SCANS = 4
 # Number of records that are read together.
 _NUM_READ = 1024
 # End of the name of a field with all texts of a feature whose column has a list of them.
 _REFERENCES = '_references'
+# Remedy of an error about a bad record.
+_SKIP_HINT = 'To leave out such records, set --bad_records=skip.'
 _logger = logging.getLogger(__name__)
 
 
@@ -55,8 +61,8 @@ class FileTask(TaskDescription):
 
   Attributes:
     vocabulary: vocabulary of inputs and targets, or task feature name to vocabulary.
-    targets: template of the targets. If it is the name of a column with lists of texts, the first of them is the target
-      in training, and metrics compare with all of them.
+    targets: template of the targets; required. If it is the name of a column with lists of texts, the first of them is
+      the target in training, and metrics compare with all of them.
     inputs: template of the inputs; None for a language model, which has only targets.
     train_file: file of the split 'train': a path, or a pattern such as `data/train-*.csv`, or several separated by
       commas; local or in an object store. None for no such split.
@@ -79,7 +85,7 @@ class FileTask(TaskDescription):
   """
 
   vocabulary: Vocabulary | Mapping[str, Vocabulary]
-  targets: str
+  targets: str | None = None
   inputs: str | None = None
   train_file: str | None = None
   validation_file: str | None = None
@@ -99,6 +105,11 @@ class FileTask(TaskDescription):
     checks.check(
       'FileTask',
       vars(self),
+      targets=checks.Expectation(
+        "the name of a column, or a text such as 'summarize: {title}'",
+        lambda given: isinstance(given, str) and bool(given),
+        'Set it with --targets=answer, or in gin with data.FileTask.targets.',
+      ),
       file_format=checks.one_of(('auto', *opening.FORMATS)),
       bad_records=checks.one_of(('stop', 'skip')),
       validation_fraction=checks.number(above=0, below=1).or_none(),
@@ -183,19 +194,7 @@ class FileTask(TaskDescription):
   ) -> dict[str, Any]:
     """Preprocessor that adds the texts of the templates to a record."""
     del context
-    rendered = dict(record)
-    for feature, template in self.templates.items():
-      is_needed = self.needs_targets or feature == 'inputs'
-      if not is_needed and any(record.get(name) is None for name in template.columns):
-        rendered[feature] = []  # no ids
-        continue
-      references = template.references(record)
-      if references is None:
-        rendered[feature] = template.render(record)
-      else:
-        rendered[feature] = references[0]
-        rendered[f'{feature}{_REFERENCES}'] = references
-    return rendered
+    return _rendered(record, self.templates, self.needs_targets)
 
   def _records(self, split: str) -> tuple[Records, int]:
     """Return the records of a split, and the number of those that are skipped.
@@ -203,49 +202,48 @@ class FileTask(TaskDescription):
     Raises:
       DataError: a file cannot be read, lacks a column, or has no records.
     """
-    paths = self._paths(split)
-    used = set()
-    for feature, template in self.templates.items():
-      if self.needs_targets or feature == 'inputs':
-        used.update(template.columns)
-    records = opening.open_records(
-      paths,
-      self.file_format,
-      columns=self.columns,
-      separator=self.separator,
-      needed=self._needed(used),
-      cache_dir=self.cache_dir,
-      checks_lines=self.bad_records == 'stop',
+    paths, file_format = opening.with_format(self._paths(split), self.file_format)
+    columns = self.columns
+    if columns is not None:
+      columns = tuple(columns)
+    keep_fields = self.keep_fields
+    if keep_fields is not None:
+      keep_fields = tuple(keep_fields)
+    scan = _scanned(
+      _Source(
+        paths=tuple(paths),
+        versions=opening.versions_of(paths),
+        file_format=file_format,
+        columns=columns,
+        separator=self.separator,
+        cache_dir=self.cache_dir,
+        templates=tuple(self.templates.items()),
+        needs_targets=self.needs_targets,
+        keep_fields=keep_fields,
+        validation_fraction=self.validation_fraction,
+        bad_records=self.bad_records,
+      )
     )
-    known = records.columns
-    for name in sorted(used):
-      if known is not None and name not in known:
+    records = scan.records
+    skipped = 0
+    if scan.numbers is not None:
+      _log_skipped(scan.problems, scan.num_bad)
+      numbers = scan.numbers
+      if scan.is_validation is not None:
+        numbers = numbers[scan.is_validation == (split == 'validation')]
+      if not len(numbers):
         raise DataError(
-          f'{paths[0]} has no column {name!r}.{did_you_mean(name, known)} Correct the template, or, if the file has no '
-          'header, name its columns with --columns; --separator is the text between two columns.'
+          f'{records.where(0)}: the split {split!r} must have records, but validation_fraction='
+          f'{self.validation_fraction} leaves none. Choose another fraction.'
         )
-    if not len(records):
-      raise DataError(
-        f'{", ".join(paths)} must have records, got none. Write them, or name another file.'
-      )
-    numbers, skipped = self._chosen(records, split)
-    if numbers is not None:
-      remark = (
-        f'bad_records={self.bad_records} validation_fraction={self.validation_fraction} {split}'
-      )
-      records = Subset(records, numbers, remark)
-    _log_once(self._describe(split, paths, known, len(records), skipped))
+      if len(numbers) < len(records):
+        remark = (
+          f'bad_records={self.bad_records} validation_fraction={self.validation_fraction} {split}'
+        )
+        records = Subset(records, numbers, remark)
+        skipped = scan.num_bad
+    _log_once(self._describe(split, paths, records.columns, len(records), skipped))
     return records, skipped
-
-  def _needed(self, used: set[str]) -> set[str] | None:
-    """Return the columns to read from tables whose columns are stored apart; None for all.
-
-    Args:
-      used: columns of the templates.
-    """
-    if self.keep_fields is None or not self.needs_targets:
-      return None
-    return used.union(self.keep_fields)
 
   def _paths(self, split: str) -> list[str]:
     """Return the files of a split.
@@ -267,49 +265,6 @@ class FileTask(TaskDescription):
           'examples of the training say nothing. Name another file, or set --validation_fraction=0.1 instead.'
         )
     return paths
-
-  def _chosen(self, records: Records, split: str) -> tuple[np.ndarray | None, int]:
-    """Return (numbers of the records of a split, int64[n], or None for all; number of skipped records).
-
-    Raises:
-      DataError: a record is bad, and bad records are not skipped.
-    """
-    skips = self.bad_records == 'skip'
-    fraction = self.validation_fraction
-    if not skips and fraction is None and records.num_bytes > _CHECKED_BYTES:
-      return None, 0
-    kept = array.array('q')  # a list would take five times the memory
-    problems: list[str] = []
-    for first in range(0, len(records), _NUM_READ):
-      numbers = range(first, min(first + _NUM_READ, len(records)))
-      for number, content in zip(numbers, records.read(numbers), strict=True):
-        # Finding a line takes time, so only the bad records that are named have it.
-        is_named = len(problems) < _MAX_NAMED
-        where = Where(records, number) if is_named else f'record {number}'
-        try:
-          record = records.parse(content, where)
-          with located(where, 'the template'):
-            rendered = self._render(record)
-        except DataError as error:
-          if not skips:
-            raise DataError(
-              f'{error} To leave out such records, set --bad_records=skip.'
-            ) from error
-          problems.append(str(error))
-          continue
-        if fraction is None or (split == 'validation') == _is_validation(rendered, fraction):
-          kept.append(number)
-    if not kept:
-      what = (
-        'all records are bad. ' + problems[0]
-        if problems
-        else f'validation_fraction={fraction} leaves none. Choose another fraction.'
-      )
-      raise DataError(f'{records.where(0)}: the split {split!r} must have records, but {what}')
-    _log_skipped(tuple(problems))
-    if len(kept) == len(records):
-      return None, 0
-    return np.asarray(kept, np.int64), len(problems)
 
   def _describe(
     self, split: str, paths: Sequence[str], columns: Sequence[str] | None, count: int, skipped: int
@@ -348,6 +303,160 @@ def _name_of(patterns: str) -> str:
   return re.sub(r'\W+', '_', name.partition('.')[0]).strip('_') or 'files'
 
 
+class _Source(NamedTuple):
+  """Everything that decides which records files have: files of one split, with the options of `FileTask`.
+
+  Attributes:
+    versions: result of `opening.versions_of`.
+    templates: (task feature name, template) of each feature.
+  """
+
+  paths: tuple[str, ...]
+  versions: tuple[tuple[int, ...], ...]
+  file_format: str
+  columns: tuple[str, ...] | None
+  separator: str | None
+  cache_dir: str | None
+  templates: tuple[tuple[str, Template], ...]
+  needs_targets: bool
+  keep_fields: tuple[str, ...] | None
+  validation_fraction: float | None
+  bad_records: str
+
+
+class _Scan(NamedTuple):
+  """Records of files, and which of them are good.
+
+  Attributes:
+    records: all records.
+    numbers: int64[n], numbers of the good ones; None if not all records were read.
+    is_validation: bool[n], whether these are for validation; None without `validation_fraction`.
+    problems: messages about the first bad records.
+    num_bad: number of bad records.
+  """
+
+  records: Records
+  numbers: np.ndarray | None = None
+  is_validation: np.ndarray | None = None
+  problems: tuple[str, ...] = ()
+  num_bad: int = 0
+
+
+# A start opens a split several times: for lengths, for training, and for each kind of evaluation.
+@functools.lru_cache(maxsize=_NUM_SCANS)
+def _scanned(source: _Source) -> _Scan:
+  """Open files, and read their records if they are few, or if some of them may be left out.
+
+  Raises:
+    DataError: a file cannot be read, lacks a column, or has no records, or a bad record is not skipped.
+  """
+  skips = source.bad_records == 'skip'
+  used = set()  # columns that all records need
+  texts = set()
+  for feature, template in source.templates:
+    texts.update(template.columns)
+    if source.needs_targets or feature == 'inputs':
+      used.update(template.columns)
+  needed = None
+  if source.keep_fields is not None:
+    needed = used.union(source.keep_fields)
+  try:
+    records = opening.open_records(
+      source.paths,
+      source.file_format,
+      columns=source.columns,
+      separator=source.separator,
+      needed=needed,
+      texts=texts,
+      cache_dir=source.cache_dir,
+      checks_lines=not skips,
+    )
+  except BadRecordError as error:
+    raise DataError(f'{error} {_SKIP_HINT}') from error
+  known = records.columns
+  for name in sorted(used):
+    if known is not None and name not in known:
+      raise DataError(
+        f'{source.paths[0]} has no column {name!r}.{did_you_mean(name, known)} Correct the template, or, if the file '
+        'has no header, name its columns with --columns; --separator is the text between two columns.'
+      )
+  if not len(records):
+    raise DataError(
+      f'{", ".join(source.paths)} must have records, got none. Write them, or name another file.'
+    )
+  has_all = not skips and source.validation_fraction is None
+  if has_all and records.num_bytes > _CHECKED_BYTES:
+    return _Scan(records)
+  return _scan(records, source, skips)
+
+
+def _scan(records: Records, source: _Source, skips: bool) -> _Scan:
+  """Read all records.
+
+  Args:
+    records: the records.
+    source: files and options.
+    skips: whether bad records are left out.
+
+  Raises:
+    DataError: a bad record is not skipped, or all are bad.
+  """
+  templates = dict(source.templates)
+  numbers = array.array('q')  # a list would take five times the memory
+  is_validation = array.array('b')
+  problems: list[str] = []
+  num_bad = 0
+  for first in range(0, len(records), _NUM_READ):
+    together = range(first, min(first + _NUM_READ, len(records)))
+    for number, content in zip(together, records.read(together), strict=True):
+      # Finding a line takes time, so only the bad records that are named have it.
+      is_named = num_bad < _MAX_NAMED
+      where = Where(records, number) if is_named else f'record {number}'
+      try:
+        record = records.parse(content, where)
+        with located(where, 'the template'):
+          rendered = _rendered(record, templates, source.needs_targets)
+      except DataError as error:
+        if not skips:
+          raise DataError(f'{error} {_SKIP_HINT}') from error
+        num_bad += 1
+        if is_named:
+          problems.append(str(error))
+        continue
+      if source.keep_fields != ():
+        kept_fields(record, source.keep_fields, Where(records, number))
+      numbers.append(number)
+      if source.validation_fraction is not None:
+        is_validation.append(_is_validation(rendered, source.validation_fraction))
+  if not numbers:
+    raise DataError(
+      f'{", ".join(source.paths)} must have good records, but all records are bad. {problems[0]}'
+    )
+  chosen = None
+  if source.validation_fraction is not None:
+    chosen = np.asarray(is_validation, bool)
+  return _Scan(records, np.asarray(numbers, np.int64), chosen, tuple(problems), num_bad)
+
+
+def _rendered(
+  record: Mapping[str, Any], templates: Mapping[str, Template], needs_targets: bool
+) -> dict[str, Any]:
+  """Return a record with the texts of templates by feature; see `FileTask`."""
+  rendered = dict(record)
+  for feature, template in templates.items():
+    is_needed = needs_targets or feature == 'inputs'
+    if not is_needed and any(record.get(name) is None for name in template.columns):
+      rendered[feature] = []  # no ids
+      continue
+    references = template.references(record)
+    if references is None:
+      rendered[feature] = template.render(record)
+    else:
+      rendered[feature] = references[0]
+      rendered[f'{feature}{_REFERENCES}'] = references
+  return rendered
+
+
 def _is_validation(rendered: Mapping[str, Any], fraction: float) -> bool:
   """Return whether a record with these texts belongs to the validation split."""
   texts = '\0'.join((rendered.get('inputs', ''), rendered['targets']))
@@ -368,9 +477,9 @@ def _log_once(line: str) -> None:
 
 
 @functools.cache
-def _log_skipped(problems: tuple[str, ...]) -> None:
-  """Warn of skipped records, once in a process."""
-  for problem in problems[:_MAX_NAMED]:
+def _log_skipped(problems: tuple[str, ...], num_bad: int) -> None:
+  """Warn of skipped records, once in a process; only the first ones are named."""
+  for problem in problems:
     _logger.warning('A record is skipped: %s', problem)
-  if len(problems) > _MAX_NAMED:
-    _logger.warning('%s more records are skipped.', f'{len(problems) - _MAX_NAMED:,}')
+  if num_bad > len(problems):
+    _logger.warning('%s more records are skipped.', f'{num_bad - len(problems):,}')

@@ -11,6 +11,7 @@ import pytest
 
 from t5x_lite import data
 from t5x_lite.data.batches import feature_lengths
+from t5x_lite.data.files import records
 from t5x_lite.errors import ConfigError, DataError
 from t5x_lite.storage import files
 from tests.data import grain_cases as cases
@@ -266,7 +267,21 @@ _GOOD = 'question,answer\nq,a\n'
     (_file('a.csv', 'question,answer\rq,a\r'), {}, r"line feed, got only carriage.*tr '\\r' '\\n'"),
     (_file('a.csv', _GOOD.encode('utf-16')), {}, r'-t UTF-8 \S+ > \S+/a\.converted\.csv'),
     (_file('a.json', '[{"question": "q"}]'), {}, 'is a JSON array. Convert it'),
-    (_file('a.jsonl', '{"question": "q",\n'), {}, 'line 1 must be one JSON object'),
+    (
+      _file('a.jsonl', '{"question": "q",\n'),
+      {},
+      'line 1 must be one JSON object.*To leave out such records, set --bad_records=skip',
+    ),
+    (
+      _file('a.csv', 'q,a\nb,c\n'),
+      {'inputs': 'q', 'targets': 'a', 'columns': ['q', 'a']},
+      'line 1 has the names of the columns, so the file has a header. Remove --columns',
+    ),
+    (
+      _file('a.jsonl', '{"question": 1}\n'),
+      {'bad_records': 'skip'},
+      r"a\.jsonl must have good records, but all records are bad.*line 1: .*no column 'answer'",
+    ),
     (_file('a.csv', _GOOD), {'validation_fraction': 0.999}, 'leaves none. Choose another'),
     (_file('a.dat', _GOOD), {}, 'does not say its format. Set --file_format'),
     (_folder, {}, 'must be a file, or a folder that the library datasets has saved'),
@@ -294,11 +309,42 @@ def test_bad_files(tmp_path, write_fn, options, message):
     ({'bad_records': 'ignore'}, 'bad_records. must be one of'),
     ({'file_format': 'xlsx'}, 'file_format. must be one of'),
     ({'columns': ['a', 'a']}, 'different names'),
+    ({'targets': None}, 'targets. must be the name of a column, .* --targets=answer'),
   ],
 )
 def test_bad_options(tmp_path, options, message):
   with pytest.raises(ConfigError, match=message):
     _task('a.csv', tmp_path, **options)
+
+
+@pytest.mark.parametrize('separator', ['"', '\n', '§', ',,'])
+def test_texts_that_cannot_separate_quoted_fields(tmp_path, separator):
+  task = _task(_write(tmp_path, 'csv'), tmp_path, separator=separator)
+  with pytest.raises(ConfigError, match='one ASCII character that is no quote'):
+    _texts(task, 'train')
+
+
+def test_a_start_reads_a_file_once(tmp_path, monkeypatch):
+  num_parsed = 0
+  parse = records.JsonLines.parse
+
+  def counting(*arguments):
+    nonlocal num_parsed
+    num_parsed += 1
+    return parse(*arguments)
+
+  monkeypatch.setattr(records.JsonLines, 'parse', counting)
+  path = _write(tmp_path, 'jsonl')
+  options = {'validation_fraction': 0.3, 'bad_records': 'skip'}
+  for split in ('train', 'validation', 'train'):
+    task = _task(path, tmp_path, **options)  # as gin makes it, once for each dataset
+    task.builtin_task().table(split, cases.LENGTHS)
+    assert num_parsed == len(_ROWS)
+  _write(tmp_path, 'jsonl', _ROWS[:-1])
+  assert len(_texts(_task(path, tmp_path, **options), 'train')) < len(_ROWS)
+  assert num_parsed > 2 * len(_ROWS) - 2
+  # Other options choose other records.
+  assert len(_texts(_task(path, tmp_path), 'train')) == len(_ROWS) - 1
 
 
 def test_a_file_that_changes_during_the_run(tmp_path):

@@ -114,11 +114,6 @@ def file_bindings(flags: Any) -> str:
   if not given:
     return ''
   lines = [_HEADER]
-  if 'train_file' in given and 'targets' not in given:
-    raise ConfigError(
-      f'--targets is missing. Name the column of the targets of {given["train_file"]}, e.g. --targets=answer, or a '
-      'template.'
-    )
   if 'train_file' in given or 'targets' in given:
     lines.append(_TASK)
   if 'validation_file' in given and 'validation_fraction' not in given:

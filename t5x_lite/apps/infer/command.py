@@ -37,8 +37,6 @@ _PLACEHOLDERS = {
   'DROPOUT_RATE': '0.0',
   'INITIAL_CHECKPOINT_PATH': "'none'",
 }
-# Names in a line of results.
-_RESULT_NAMES = ('inputs', 'prediction', 'prediction_tokens', 'score', 'aux')
 # Sources whose tasks may have files of records, see `data.file_task`.
 _SOURCES_OF_FILES = ('builtin', 'grain')
 _HEADER = """
@@ -262,9 +260,11 @@ def _kept_fields(names: str | None) -> list[str] | None:
     return []
   if names.strip() == 'all':
     return None
+  from t5x_lite.data.file_tasks import RESULT_NAMES
+
   found = [name.strip() for name in names.split(',')]
   for name in found:
-    if name in _RESULT_NAMES:
+    if name in RESULT_NAMES:
       raise ConfigError(
         f'--keep_fields={names}: {name!r} is the name of a part of the results. Rename the column of the input.'
       )

@@ -1,6 +1,6 @@
 """Merging of the results of all shards into one file, in the order of the source, by the last worker."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 import contextlib
 import csv
 import fcntl
@@ -63,7 +63,8 @@ def merge_chunks_to_table(
   """Write the chunks as one table of comma-separated values with a header.
 
   Its columns are the fields of the results: those of the record that `--keep_fields` names, the texts of inputs and
-  targets, and the prediction or score. A value that is no text is written as JSON.
+  targets, and the prediction or score. A value that is no text is written as JSON. If a field of the record is named
+  `targets`, the column of the text of the targets is `targets_pretokenized`.
 
   Args:
     output_dir: see `merge_chunks_to_file`.
@@ -77,11 +78,18 @@ def merge_chunks_to_table(
   del step
   chunks = _chunks(tmp_dir, output_fname)
 
-  def rows() -> Iterator[dict[str, Any]]:
+  def lines() -> Iterator[dict[str, Any]]:
     for chunk in chunks:
       for _, line in json_lines.read(chunk):
         assert line is not None  # `write_inferences_to_file` has written it.
-        yield {name: _cell(value) for name, value in _flat(line).items()}
+        yield line
+
+  # The names of all lines, since those of JSON lines may have different fields.
+  fields = {name for line in lines() for name in line if name != 'inputs'}
+
+  def rows() -> Iterator[dict[str, Any]]:
+    for line in lines():
+      yield {name: _cell(value) for name, value in _flat(line, fields).items()}
 
   columns = dict.fromkeys(name for row in rows() for name in row)
 
@@ -96,11 +104,19 @@ def merge_chunks_to_table(
   files.write(files.path(output_dir) / output_fname, write)
 
 
-def _flat(line: Mapping[str, Any]) -> dict[str, Any]:
-  """Return a line of results with the texts of its `inputs` as fields of their own, without `_pretokenized`."""
+def _flat(line: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
+  """Return a line of results with the texts of its `inputs` as fields of their own.
+
+  Args:
+    line: the line.
+    fields: names of the other fields of all lines; those of texts lose the end `_pretokenized` unless it is needed.
+  """
   flat = {name: value for name, value in line.items() if name != 'inputs'}
   for name, value in line['inputs'].items():
-    flat.setdefault(name.removesuffix('_pretokenized'), value)
+    short = name.removesuffix('_pretokenized')
+    if short in fields:
+      short = name
+    flat[short] = value
   return flat
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from t5x_lite.data.files import conversion
+from t5x_lite.data.files.line_index import CHUNK
 from t5x_lite.data.files.local_copies import local_paths
-from t5x_lite.data.files.records import CHUNK
 from t5x_lite.data.files.records import Records
 from t5x_lite.data.files.records import reading
 from t5x_lite.data.files.records import version_of
@@ -45,23 +45,25 @@ class ArrowRecords(Records):
     self,
     paths: Sequence[str],
     needed: Collection[str] | None = None,
+    texts: Collection[str] = (),
     cache_dir: str | None = None,
     *,
     is_parquet: bool,
   ):
     """Args:
       paths: files in the order of their rows.
-      needed: names of the columns to read; None for all.
+      needed: names of the columns to read, which may also have lists and structures; None for all.
+      texts: names of columns of templates, which are also read if a file has them.
       cache_dir: folder of converted Parquet files, see `conversion.converted`.
       is_parquet: whether these are Parquet files, or Arrow files of the form of files or of streams.
 
     Raises:
-      DataError: a file cannot be read or is damaged, or a column is missing or has neither texts, numbers nor truth
-        values.
+      DataError: a file cannot be read or is damaged, or a column is missing or has a type that cannot be read.
     """
     self._arguments = {
       'paths': list(paths),
       'needed': needed,
+      'texts': texts,
       'cache_dir': cache_dir,
       'is_parquet': is_parquet,
     }
@@ -74,7 +76,7 @@ class ArrowRecords(Records):
     self._columns: list[str] = []
     for file, path in enumerate(paths):
       if is_parquet:
-        local = _converted(path, needed, cache_dir)
+        local = _converted(path, needed, texts, cache_dir)
         # The name of a converted file is the hash of the original.
         digest.update(os.path.basename(local).encode())
       else:
@@ -82,7 +84,7 @@ class ArrowRecords(Records):
         self._originals[file] = _described(local, path)
         digest.update(self._originals[file][-1])
       schema, batches = _open(local, path)
-      columns = _checked_columns(schema, needed, path)
+      columns = _checked_columns(schema, needed, texts, path)
       if file == 0:
         self._columns = columns
       elif sorted(columns) != sorted(self._columns):
@@ -178,37 +180,66 @@ def _open(local: str, path: str) -> tuple[pa.Schema, list[pa.RecordBatch]]:
   return reader.schema, batches
 
 
-def _checked_columns(schema: pa.Schema, needed: Collection[str] | None, path: str) -> list[str]:
-  """Return the names of the needed columns, in the order of the file.
+def _checked_columns(
+  schema: pa.Schema, needed: Collection[str] | None, texts: Collection[str], path: str
+) -> list[str]:
+  """Return the names of the columns to read, in the order of the file.
 
   Raises:
-    DataError: a column is missing, or its values cannot be texts.
+    DataError: a column is missing, occurs twice, or has a type that cannot be read.
   """
   for name in needed or ():
     if name not in schema.names:
       raise DataError(f'{path} has no column {name!r}.{did_you_mean(name, schema.names)}')
   columns = []
+  problems = {}
   for field in schema:
-    if schema.names.count(field.name) > 1 and (needed is None or field.name in needed):
+    if needed is not None and field.name not in needed and field.name not in texts:
+      continue
+    if schema.names.count(field.name) > 1:
       raise DataError(
         f'{path}: the names of columns must differ, got {field.name!r} twice. Rename one of them.'
       )
-    if needed is not None and field.name not in needed:
-      continue
-    if _is_readable(field.type):
-      columns.append(field.name)
-    elif needed is not None:
+    if field.name in texts and not _is_readable(field.type):
       raise DataError(
         f'{path}, column {field.name!r} must have texts, numbers, truth values or lists of texts, got the type '
         f'{field.type}. Write it as text, or its parts as columns of their own.'
       )
+    columns.append(field.name)
+    if not _is_json(field.type):
+      problems[field.name] = field.type
+  if problems:
+    name = next(iter(problems))
+    others = ','.join(column for column in columns if column not in problems) or 'NAMES'
+    raise DataError(
+      f'{path}, column {name!r} must have texts, numbers, truth values, or lists or structures of them, got the type '
+      f'{problems[name]}. Write it as text, or read other columns alone (infer: --keep_fields={others}).'
+    )
   return columns
 
 
 def _is_readable(kind: pa.DataType) -> bool:
+  """Return whether a template can have the values of a column."""
   types = pa.types
-  if types.is_dictionary(kind) or types.is_list(kind) or types.is_large_list(kind):
+  if types.is_list(kind) or types.is_large_list(kind):
     return _is_text(kind.value_type)
+  return _is_value(kind)
+
+
+def _is_json(kind: pa.DataType) -> bool:
+  """Return whether results can have the values of a column."""
+  types = pa.types
+  if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+    return _is_json(kind.value_type)
+  if types.is_struct(kind):
+    return all(_is_json(kind.field(number).type) for number in range(kind.num_fields))
+  return _is_value(kind)
+
+
+def _is_value(kind: pa.DataType) -> bool:
+  types = pa.types
+  if types.is_dictionary(kind):
+    kind = kind.value_type
   return (
     _is_text(kind)
     or types.is_integer(kind)
@@ -223,13 +254,17 @@ def _is_text(kind: pa.DataType) -> bool:
   return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
 
 
-def _converted(path: str, needed: Collection[str] | None, cache_dir: str | None) -> str:
-  """Return the path of a Parquet file's needed columns as an Arrow file."""
+def _converted(
+  path: str, needed: Collection[str] | None, texts: Collection[str], cache_dir: str | None
+) -> str:
+  """Return the path of those columns of a Parquet file that are read, as an Arrow file."""
+  (local,) = local_paths([path])
+  with reading(path), _damage_of(path, 'Parquet'):
+    columns = _checked_columns(pq.read_schema(local), needed, texts, path)
 
   def convert(local: str, target: pathlib.Path) -> None:
     with _damage_of(path, 'Parquet'):
       table = pq.ParquetFile(local, memory_map=True)
-      columns = _checked_columns(table.schema_arrow, needed, path)
       groups = [table.metadata.row_group(number) for number in range(table.num_row_groups)]
       conversion.check_space(target.parent, sum(group.total_byte_size for group in groups), path)
       schema = pa.schema([table.schema_arrow.field(name) for name in columns])
@@ -240,7 +275,7 @@ def _converted(path: str, needed: Collection[str] | None, cache_dir: str | None)
           writer.write_batch(batch.select(columns))
 
   return conversion.converted(
-    path, '.arrow', convert, cache_dir=cache_dir, variant=' '.join(sorted(needed or ()))
+    path, '.arrow', convert, cache_dir=cache_dir, variant=json.dumps(columns)
   )
 
 

@@ -17,8 +17,8 @@ import time
 from typing import IO
 import zlib
 
+from t5x_lite.data.files.line_index import CHUNK
 from t5x_lite.data.files.local_copies import local_paths
-from t5x_lite.data.files.records import CHUNK
 from t5x_lite.data.files.records import reading
 from t5x_lite.errors import DataError
 from t5x_lite.formatting import format_bytes
@@ -27,6 +27,8 @@ from t5x_lite.storage import files
 DEFAULT_FOLDER = '~/.cache/t5x_lite/data'
 # Changes when the form of a converted file does.
 _FORM = '1'
+# Changes when the index of a file does, see `line_index`.
+_INDEX_FORM = '1'
 _logger = logging.getLogger(__name__)
 
 
@@ -135,6 +137,23 @@ def decompressed(paths: Sequence[str], suffix: str, cache_dir: str | None) -> li
     if is_compressed(path)
     else next(remaining)
     for path in paths
+  ]
+
+
+def index_paths(
+  paths: Sequence[str], copies: Sequence[str], options: str
+) -> list[pathlib.Path | None]:
+  """Return where the index of the records of each file is kept: next to decompressed files; None for others.
+
+  Args:
+    paths: files, local or in an object store.
+    copies: result of `decompressed`.
+    options: text of all options on which an index depends.
+  """
+  digest = hashlib.sha256(f'{_INDEX_FORM} {options}'.encode()).hexdigest()[:8]
+  return [
+    pathlib.Path(f'{copy}.{digest}.index') if is_compressed(path) else None
+    for path, copy in zip(paths, copies, strict=True)
   ]
 
 

@@ -6,22 +6,23 @@ separators and line breaks, and two quotes for one. In another field a quote is 
 """
 
 import codecs
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+import contextlib
 import csv
-import itertools
+import pathlib
 from typing import Any
 
 import numpy as np
 
-from t5x_lite.data.files.records import CHUNK
+from t5x_lite.data.files import line_index
+from t5x_lite.data.files.line_index import NEWLINE
+from t5x_lite.data.files.line_index import RETURN
 from t5x_lite.data.files.records import LineRecords
-from t5x_lite.data.files.records import line_spans
-from t5x_lite.data.files.records import places
 from t5x_lite.errors import DataError
 from t5x_lite.formatting import short_repr
 
-_NEWLINE, _RETURN, _QUOTE = b'\n\r"'
-# Quotes that are examined together, an even number.
+_QUOTE = ord('"')
+# Quotes that are examined together.
 _PIECE = 1 << 16
 
 
@@ -32,6 +33,7 @@ class Table(LineRecords):
     self,
     paths: Sequence[str],
     copies: Sequence[str] | None = None,
+    index_paths: Sequence[pathlib.Path | None] | None = None,
     *,
     separator: str = ',',
     has_quotes: bool = True,
@@ -40,6 +42,7 @@ class Table(LineRecords):
     """Args:
       paths: see base class.
       copies: see base class.
+      index_paths: see base class.
       separator: text between two fields, one character if there are quotes; '' for lines that are one field.
       has_quotes: whether fields may be in quotes.
       columns: names of the columns of files without a header; None for files whose first row has the names.
@@ -53,88 +56,67 @@ class Table(LineRecords):
     self._has_quotes = has_quotes
     self._given = columns
     self._headers: list[list[str]] = []
-    super().__init__(paths, copies)
+    super().__init__(paths, copies, index_paths)
 
   @property
   def columns(self) -> list[str]:
     """Names of the columns, in the order of the first file."""
     return self._headers[0]
 
-  def index(self, content: np.ndarray, file: int) -> tuple[np.ndarray, np.ndarray]:
-    """See base class; also reads the header."""
-    self._check_characters(content, file)
+  def index(self, content: np.ndarray, file: int) -> Iterator[np.ndarray]:
+    """See base class; also checks that all characters are text, and that quoted fields end."""
     begin = len(codecs.BOM_UTF8) * (content[:3].tobytes() == codecs.BOM_UTF8)
     quotes = None
     if self._has_quotes:
-      quotes = self._quotes_of_fields(content, places(content, _QUOTE), begin)
-      self._check_last_quote(quotes, file)
-    ends = places(content, _NEWLINE)
-    if quotes is not None and len(quotes):
-      # A line break ends a row if the number of quotes before it is even.
-      ends = ends[np.searchsorted(quotes, ends) % 2 == 0]
-    del quotes
-    starts, ends = line_spans(content, ends)
-    if len(starts):
-      starts[0] = begin
-    is_kept = ends > starts
-    lengths = ends - starts
-    del ends
-    starts, lengths = starts[is_kept], lengths[is_kept]
-    if self._given is not None:
-      self._headers.append(list(self._given))
-      return starts, lengths
-    if not len(starts):
-      raise DataError(
-        f'{self.name(file)} must begin with the names of its columns, got an empty file. Write the file again, or '
-        'name the columns with --columns.'
-      )
-    first = content[starts[0] : starts[0] + lengths[0]].tobytes()
-    self._add_header(self._fields(first, f'{self.name(file)}, line 1'), file)
-    return starts[1:], lengths[1:]
+      quotes = _Quotes(content, self._separator, begin)
 
-  def _check_characters(self, content: np.ndarray, file: int) -> None:
-    for offset in range(0, len(content), CHUNK):
-      chunk = content[offset : offset + CHUNK]
+    def are_breaks(offset: int, chunk: np.ndarray, places: np.ndarray) -> np.ndarray:
       if not chunk.all():
         line = self.line_at(file, offset + int(np.argmin(chunk)))
         raise DataError(
           f'{self.name(file)}, line {line} must be text, got a NUL byte. Remove it, or write the file again in UTF-8.'
         )
+      if quotes is None:
+        return np.ones(len(places), bool)
+      return quotes.are_outside(offset, chunk, places)
 
-  def _check_last_quote(self, quotes: np.ndarray, file: int) -> None:
-    """Raise if the last quoted field of a file does not end."""
-    if len(quotes) % 2 == 0:
-      return
-    first = len(quotes) - 1
-    while first and quotes[first - 1] == quotes[first] - 1:  # Two quotes within the field.
-      first -= 2
-    line = self.line_at(file, int(quotes[first]))
-    raise DataError(
-      f'{self.name(file)}, line {line}: the quoted field that begins here must end with a quote, and the file ends '
-      'first. Add the quote, or enclose the field in quotes and double those in it.'
-    )
+    for starts, ends in line_index.line_spans(content, are_breaks):
+      if not starts[0]:
+        starts[0] = begin
+      yield starts[ends > starts]
+    if quotes is not None and quotes.is_open:
+      line = self.line_at(file, quotes.opened_at)
+      raise DataError(
+        f'{self.name(file)}, line {line}: the quoted field that begins here must end with a quote, and the file ends '
+        'first. Add the quote, or enclose the field in quotes and double those in it.'
+      )
 
-  def _quotes_of_fields(self, content: np.ndarray, quotes: np.ndarray, begin: int) -> np.ndarray:
-    """Return those quotes, int64[n], that begin and end fields or are one of two within a quoted field."""
-    last = len(content) - 1
-    borders = [ord(self._separator), _NEWLINE, _RETURN]
-
-    def can_open(found: np.ndarray) -> np.ndarray:
-      return np.isin(content[np.maximum(found - 1, 0)], borders) | (found == begin)
-
-    pieces = [quotes[first : first + _PIECE] for first in range(0, len(quotes), _PIECE)]
-    for piece in pieces:
-      # Of two quotes within a quoted field the first closes it for this purpose, and the second opens it again.
-      opening, closing = piece[::2], piece[1::2]
-      opens = can_open(opening) | (content[np.maximum(opening - 1, 0)] == _QUOTE)
-      after = content[np.minimum(closing + 1, last)]
-      closes = np.isin(after, borders) | (closing == last) | (after == _QUOTE)
-      if not (opens.all() and closes.all()):
-        break
-    else:
-      return quotes
-    flags = (zip(piece.tolist(), can_open(piece).tolist(), strict=True) for piece in pieces)
-    return np.fromiter(_quotes_in_order(itertools.chain.from_iterable(flags)), np.int64)
+  def without_header(self, content: np.ndarray, starts: np.ndarray, file: int) -> np.ndarray:
+    """See base class."""
+    where = f'{self.name(file)}, line 1'
+    first = None
+    if len(starts) > 1:
+      first = self.trimmed(content[starts[0] : starts[1]].tobytes())
+    if self._given is not None:
+      names = list(self._given)
+      fields = []
+      with contextlib.suppress(DataError):  # A bad record, which may be skipped.
+        fields = self._fields(first or b'', where)
+      # One name may also be the value of a record.
+      if len(names) > 1 and fields == names:
+        raise DataError(
+          f'{where} has the names of the columns, so the file has a header. Remove --columns (in a run that has them: '
+          '--gin.data.FileTask.columns=None).'
+        )
+      self._headers.append(names)
+      return starts
+    if first is None:
+      raise DataError(
+        f'{self.name(file)} must begin with the names of its columns, got an empty file. Write the file again, or '
+        'name the columns with --columns.'
+      )
+    self._add_header(self._fields(first, where), file)
+    return starts[1:]
 
   def _fields(self, content: bytes, where: object) -> list[str]:
     try:
@@ -194,19 +176,84 @@ class Table(LineRecords):
     return [(row, self.file_of(number)) for row, number in zip(rows, numbers, strict=True)]
 
 
-def _quotes_in_order(quotes: Iterable[tuple[int, bool]]) -> Iterator[int]:
-  """Yield the places of quotes that are not ordinary characters, one after the other.
+class _Quotes:
+  """Quotes of a file, chunk by chunk: which of them begin and end fields, and are not ordinary characters.
 
-  Args:
-    quotes: places of all quotes, and whether a field begins at the quote.
+  Attributes:
+    is_open: whether the bytes so far end within a quoted field.
+    opened_at: place of the quote at which the last quoted field begins.
   """
-  is_open = False
-  closed_at = -2
-  for place, can_open in quotes:
-    if is_open:
-      is_open = False
-      closed_at = place
-      yield place
-    elif can_open or place == closed_at + 1:  # Or two quotes within a field.
-      is_open = True
-      yield place
+
+  def __init__(self, content: np.ndarray, separator: str, begin: int):
+    """Args:
+    content: uint8[bytes], the file.
+    separator: character between two fields.
+    begin: place of the first field.
+    """
+    self.is_open = False
+    self.opened_at = -1
+    self._closed_at = -2
+    self._content = content
+    self._borders = [ord(separator), NEWLINE, RETURN]
+    self._begin = begin
+
+  def are_outside(self, offset: int, chunk: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Return which places of the next chunk are in no quoted field, bool[n].
+
+    Args:
+      offset: place of the chunk in the file.
+      chunk: uint8[bytes], the chunk.
+      places: int64[n], ascending places in the file.
+    """
+    was_open = self.is_open
+    found = np.flatnonzero(chunk == _QUOTE)
+    found += offset
+    if not len(found):
+      return np.full(len(places), not was_open)
+    pieces = [found[first : first + _PIECE] for first in range(0, len(found), _PIECE)]
+    quotes = np.concatenate([self._of_fields(piece) for piece in pieces])
+    # A place is outside if the number of quotes before it is even.
+    return (np.searchsorted(quotes, places) + was_open) % 2 == 0
+
+  def _of_fields(self, quotes: np.ndarray) -> np.ndarray:
+    """Return the next quotes, int64[n], without ordinary characters."""
+    content = self._content
+    last = len(content) - 1
+    can_open = np.isin(content[np.maximum(quotes - 1, 0)], self._borders) | (quotes == self._begin)
+    first = int(self.is_open)  # of the quotes that open a field, if all quotes are of fields
+    opening = quotes[first::2]
+    closing = quotes[1 - first :: 2]
+    closed = closing
+    if not first:
+      closed = np.append(self._closed_at, closing)
+    # Of two quotes within a quoted field the first closes it for this purpose, and the second opens it again.
+    is_doubled = opening == closed[: len(opening)] + 1
+    after = content[np.minimum(closing + 1, last)]
+    closes = np.isin(after, self._borders) | (closing == last) | (after == _QUOTE)
+    if not ((can_open[first::2] | is_doubled).all() and closes.all()):
+      return np.fromiter(self._in_order(quotes, can_open), np.int64)
+    begins = opening[~is_doubled]
+    if len(begins):
+      self.opened_at = int(begins[-1])
+    if len(closing):
+      self._closed_at = int(closing[-1])
+    self.is_open ^= bool(len(quotes) % 2)
+    return quotes
+
+  def _in_order(self, quotes: np.ndarray, can_open: np.ndarray) -> Iterator[int]:
+    """Yield the same as `_of_fields`, one quote after the other.
+
+    Args:
+      quotes: int64[n], the next quotes.
+      can_open: bool[n], whether a field begins at the quote.
+    """
+    for place, begins in zip(quotes.tolist(), can_open.tolist(), strict=True):
+      if self.is_open:
+        self.is_open = False
+        self._closed_at = place
+        yield place
+      elif begins or place == self._closed_at + 1:  # Or two quotes within a field.
+        if place != self._closed_at + 1:
+          self.opened_at = place
+        self.is_open = True
+        yield place

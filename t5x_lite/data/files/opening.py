@@ -7,8 +7,11 @@ import pathlib
 from t5x_lite import checks
 from t5x_lite.data.files import conversion
 from t5x_lite.data.files.delimited import Table
+from t5x_lite.data.files.local_copies import local_paths
 from t5x_lite.data.files.records import JsonLines
 from t5x_lite.data.files.records import Records
+from t5x_lite.data.files.records import reading
+from t5x_lite.data.files.records import version_of
 from t5x_lite.errors import DataError
 from t5x_lite.storage import files
 
@@ -69,6 +72,7 @@ def open_records(
   columns: Sequence[str] | None = None,
   separator: str | None = None,
   needed: Collection[str] | None = None,
+  texts: Collection[str] = (),
   cache_dir: str | None = None,
   checks_lines: bool = True,
 ) -> Records:
@@ -80,6 +84,7 @@ def open_records(
     columns: names of the columns of tables without a header; None for tables with one.
     separator: text between two fields of a line; None for that of the format: a comma, a tab, or none for 'text'.
     needed: names of the columns to read from Parquet and Arrow files; None for all.
+    texts: see `columnar.ArrowRecords`.
     cache_dir: folder of decompressed files and converted tables, see `conversion.converted`.
     checks_lines: see `JsonLines`.
 
@@ -87,8 +92,7 @@ def open_records(
     ConfigError: an option is invalid, or a package for the format is not installed.
     DataError: a file cannot be read, or is not of its format.
   """
-  if file_format in ('auto', 'arrow'):
-    paths, file_format = _with_format(paths, file_format)
+  paths, file_format = with_format(paths, file_format)
   checks.check(
     'FileTask',
     {'file_format': file_format, 'columns': columns, 'separator': separator},
@@ -98,10 +102,8 @@ def open_records(
       lambda given: given is None or file_format in _SEPARATORS,
     ),
     separator=checks.Expectation(
-      "None for a format other than csv, tsv and text, and one character unless file_format = 'text'",
-      lambda given: (
-        given is None or file_format == 'text' or (file_format in _SEPARATORS and len(given) == 1)
-      ),
+      "None for a format other than csv, tsv and text; one ASCII character that is no quote, except for 'text'",
+      lambda given: given is None or file_format == 'text' or _separates(given, file_format),
     ),
   )
   if file_format not in _TEXTS:
@@ -117,25 +119,62 @@ def open_records(
   if file_format in ('parquet', 'arrow'):
     from t5x_lite.data.files import columnar
 
-    return columnar.ArrowRecords(paths, needed, cache_dir, is_parquet=file_format == 'parquet')
+    return columnar.ArrowRecords(
+      paths, needed, texts, cache_dir, is_parquet=file_format == 'parquet'
+    )
   copies = conversion.decompressed(paths, f'.{file_format}', cache_dir)
-  if file_format == 'jsonl':
-    return JsonLines(paths, copies, checks_lines=checks_lines)
   if separator is None:
-    separator = _SEPARATORS[file_format]
+    separator = _SEPARATORS.get(file_format, '')
+  options = {'separator': separator, 'checks_lines': file_format == 'jsonl' and checks_lines}
+  index_paths = conversion.index_paths(paths, copies, f'{file_format} {options}')
+  if file_format == 'jsonl':
+    return JsonLines(paths, copies, index_paths, checks_lines=checks_lines)
   if file_format == 'text' and columns is None:
     columns = [TEXT_COLUMN]
   return Table(
-    paths, copies, separator=separator, has_quotes=file_format != 'text', columns=columns
+    paths,
+    copies,
+    index_paths,
+    separator=separator,
+    has_quotes=file_format != 'text',
+    columns=columns,
   )
 
 
-def _with_format(paths: Sequence[str], file_format: str) -> tuple[list[str], str]:
+def versions_of(paths: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+  """Return what changes when one of the files is written or replaced.
+
+  Args:
+    paths: files, local or in an object store.
+
+  Raises:
+    DataError: a file cannot be read.
+  """
+  versions = []
+  for path, copy in zip(paths, local_paths(paths), strict=True):
+    with reading(path):
+      versions.append(version_of(os.stat(copy)))
+  return tuple(versions)
+
+
+def _separates(separator: str, file_format: str) -> bool:
+  """Return whether a text can be the separator of a table with quotes."""
+  is_character = len(separator) == 1 and separator.isascii()
+  return file_format in _SEPARATORS and is_character and separator not in '"\r\n'
+
+
+def with_format(paths: Sequence[str], file_format: str) -> tuple[list[str], str]:
   """Return the files, with those of folders, and their format, for 'auto' the one that all their names say.
+
+  Args:
+    paths: see `open_records`.
+    file_format: see `open_records`.
 
   Raises:
     DataError: the names say none or several, or there is a folder of another program than datasets.
   """
+  if file_format not in ('auto', 'arrow'):
+    return list(paths), file_format
   found: dict[str, str] = {}
   for path in paths:
     if files.path(path).is_dir():

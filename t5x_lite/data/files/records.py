@@ -2,8 +2,8 @@
 
 JSON lines are text files with one JSON object per line. Opening a file scans it once (about a second per gigabyte): it
 finds the starts of the lines, hashes the content, and checks the first and last byte of each line, so that truncated
-lines and other kinds of files are errors before any computation. Array records have an index and need no scan; see
-`grain_records`.
+lines and other kinds of files are errors before any computation. The starts are in memory, 8 bytes a record. Array
+records have an index and need no scan; see `grain_records`.
 """
 
 import abc
@@ -15,19 +15,20 @@ import hashlib
 import itertools
 import json
 import os
+import pathlib
 import sys
 from typing import Any
 
 import numpy as np
 
+from t5x_lite.data.files import line_index
+from t5x_lite.data.files.line_index import CHUNK
 from t5x_lite.data.files.local_copies import local_paths
 from t5x_lite.data.text import formats as text_formats
 from t5x_lite.errors import DataError, needs_packages
 from t5x_lite.storage import files
 
-_NEWLINE, _RETURN, _OPENING, _CLOSING = b'\n\r{}'
-# Bytes of a file that are scanned together.
-CHUNK = 1 << 24
+_OPENING, _CLOSING = b'{}'
 
 
 class Records(abc.ABC):
@@ -82,43 +83,81 @@ class Records(abc.ABC):
     """Hash of the content."""
 
 
+class BadRecordError(DataError):
+  """A record is invalid; the others may be read."""
+
+
 class LineRecords(Records):
   """Records of one or several text files, each at a known place of its file; empty lines are no records.
 
-  Opening a file scans it once. A subclass says where records end, and makes a mapping of each.
+  Opening a file scans it once. A subclass says where records begin, and makes a mapping of each.
   """
 
-  def __init__(self, paths: Sequence[str], copies: Sequence[str] | None = None):
+  def __init__(
+    self,
+    paths: Sequence[str],
+    copies: Sequence[str] | None = None,
+    index_paths: Sequence[pathlib.Path | None] | None = None,
+  ):
     """Args:
       paths: files in the order of their records, for messages.
       copies: files that are read, e.g. decompressed ones; by default `paths`, and local copies of remote ones.
+      index_paths: where the index of each file is kept for later openings; None for nowhere. The content of a file with
+        such a path must be determined by its name.
 
     Raises:
       DataError: a file cannot be read, or is not of this format.
     """
     if copies is None:
       copies = local_paths(paths)
+    if index_paths is None:
+      index_paths = [None] * len(paths)
     self._names = list(paths)
     self._paths = list(copies)
+    self._index_paths = list(index_paths)
     self._versions = self._current_versions()
     digest = hashlib.sha256()
-    indices = []
+    self._starts = []  # int64[records + 1] of each file, see `line_index.LineIndex`
     for file in range(len(paths)):
       content = self._open(file)
-      _hash(content, digest)
-      indices.append(self.index(content, file))
-    self._firsts = np.cumsum([0, *(len(starts) for starts, _ in indices)])
-    self._starts, self._lengths = map(_joined, zip(*indices, strict=True))
+      starts = self._indexed(content, file, digest)
+      self._starts.append(self.without_header(content, starts, file))
+    self._firsts = np.cumsum([0, *(len(starts) - 1 for starts in self._starts)])
     self._fingerprint = digest.hexdigest()[:16]
 
   @abc.abstractmethod
-  def index(self, content: np.ndarray, file: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the starts and lengths of the records of a file, without line ends, int64[records] each.
+  def index(self, content: np.ndarray, file: int) -> Iterator[np.ndarray]:
+    """Yield the starts of the records of a file in order, also those of a header, int64[n] each.
 
     Args:
       content: uint8[bytes], the file.
       file: number of the file.
     """
+
+  def without_header(self, content: np.ndarray, starts: np.ndarray, file: int) -> np.ndarray:
+    """Return `starts`, int64[records + 1], without that of a header, which a subclass reads here.
+
+    Args:
+      content: see `index`.
+      starts: see `line_index.LineIndex`.
+      file: see `index`.
+    """
+    del content, file
+    return starts
+
+  def _indexed(self, content: np.ndarray, file: int, digest: Any) -> np.ndarray:
+    """Return the starts of a file, int64[records + 1], and update the hash of all files."""
+    path = self._index_paths[file]
+    if path is None:
+      _hash(content, digest)
+      return line_index.joined(self.index(content, file), len(content))
+    found = line_index.load(path, len(content))
+    if found is None:
+      starts = line_index.joined(self.index(content, file), len(content))
+      found = line_index.LineIndex(starts, _hash_of(content))
+      line_index.keep(path, found)
+    digest.update(found.content_hash)
+    return found.starts
 
   def name(self, file: int) -> str:
     """Return the name of a file for messages."""
@@ -133,9 +172,9 @@ class LineRecords(Records):
         problem = self.problem(name, stream.read(text_formats.HEAD_SIZE))
       if problem is not None:
         raise DataError(f'{name} must be {self.form}, but it {problem}')
-    if not size:
-      return np.zeros(0, np.uint8)
-    return np.memmap(path, np.uint8, mode='r')
+      if not size:
+        return np.zeros(0, np.uint8)
+      return np.asarray(np.memmap(path, np.uint8, mode='r'))
 
   def problem(self, name: str, head: bytes) -> str | None:
     """Return why a file is not of this format, with the remedy; None if it may be.
@@ -152,7 +191,7 @@ class LineRecords(Records):
     return 'text in UTF-8'
 
   def __len__(self) -> int:
-    return len(self._starts)
+    return int(self._firsts[-1])
 
   def read(self, numbers: Sequence[int]) -> list[Any]:
     """See base class; each file is opened once."""
@@ -160,20 +199,32 @@ class LineRecords(Records):
     wanted = np.asarray(numbers, np.int64)
     of_file = np.searchsorted(self._firsts, wanted, side='right') - 1
     for file in np.unique(of_file).tolist():
+      starts = self._starts[file]
+      first = int(self._firsts[file])
       with reading(self._names[file]), open(self._paths[file], 'rb') as stream:
         if version_of(os.fstat(stream.fileno())) != self._versions[file]:
           self._check_content()
         for place in np.flatnonzero(of_file == file).tolist():
-          stream.seek(int(self._starts[wanted[place]]))
-          found[place] = stream.read(int(self._lengths[wanted[place]]))
+          number = int(wanted[place]) - first
+          start = int(starts[number])
+          stream.seek(start)
+          found[place] = self.trimmed(stream.read(int(starts[number + 1]) - start))
     return found
+
+  def trimmed(self, content: bytes) -> bytes:
+    """Return a record without the lines after it that are no records."""
+    return line_index.without_line_ends(content)
 
   def _check_content(self) -> None:
     """Raise if the files have another content than when they were opened; written again with the same one, they may."""
     versions = self._current_versions()
     digest = hashlib.sha256()
-    for file in range(len(self._paths)):
-      _hash(self._open(file), digest)
+    for file, index_path in enumerate(self._index_paths):
+      content = self._open(file)
+      if index_path is None:
+        _hash(content, digest)
+      else:
+        digest.update(_hash_of(content))
     if digest.hexdigest()[:16] != self._fingerprint:
       raise DataError(
         f'{", ".join(self._names)} must not change during a run, got another content than when they were opened. '
@@ -191,7 +242,8 @@ class LineRecords(Records):
   def where(self, number: int) -> str:
     """See base class."""
     file = self.file_of(number)
-    return f'{self._names[file]}, line {self.line_at(file, int(self._starts[number]))}'
+    start = int(self._starts[file][number - int(self._firsts[file])])
+    return f'{self._names[file]}, line {self.line_at(file, start)}'
 
   def line_at(self, file: int, offset: int) -> int:
     """Return the number of the line, from 1, at an offset of a file; counted on demand, with empty lines."""
@@ -207,15 +259,17 @@ class LineRecords(Records):
 
   @property
   def num_bytes(self) -> int:
-    """See base class."""
-    return int(self._lengths.sum())
+    """See base class; with line ends."""
+    return sum(int(starts[-1] - starts[0]) for starts in self._starts)
 
   @property
   def longest(self) -> int | None:
     """See base class."""
     if not len(self):
       return None
-    return int(np.argmax(self._lengths))
+    found = [line_index.longest(starts) for starts in self._starts]
+    file = max(range(len(found)), key=lambda file: found[file][1])
+    return int(self._firsts[file]) + found[file][0]
 
   def file_of(self, number: int) -> int:
     """Return the number of the file of a record."""
@@ -226,19 +280,26 @@ class JsonLines(LineRecords):
   """Lines of one or several files, without empty lines."""
 
   def __init__(
-    self, paths: Sequence[str], copies: Sequence[str] | None = None, *, checks_lines: bool = True
+    self,
+    paths: Sequence[str],
+    copies: Sequence[str] | None = None,
+    index_paths: Sequence[pathlib.Path | None] | None = None,
+    *,
+    checks_lines: bool = True,
   ):
     """Args:
       paths: see base class.
       copies: see base class.
+      index_paths: see base class.
       checks_lines: whether a line that is no object, such as the first part of one, is an error now; otherwise it is
         one when it is parsed.
 
     Raises:
-      DataError: see base class; a line is not a JSON object.
+      DataError: see base class.
+      BadRecordError: a line is not a JSON object.
     """
     self._checks_lines = checks_lines
-    super().__init__(paths, copies)
+    super().__init__(paths, copies, index_paths)
 
   @property
   def form(self) -> str:
@@ -249,75 +310,34 @@ class JsonLines(LineRecords):
     """See base class."""
     return super().problem(name, head) or text_formats.document_problem(name, head)
 
-  def index(self, content: np.ndarray, file: int) -> tuple[np.ndarray, np.ndarray]:
+  def index(self, content: np.ndarray, file: int) -> Iterator[np.ndarray]:
     """See base class; also checks the first and last byte of each line.
 
     Raises:
-      DataError: a line is not a JSON object.
+      BadRecordError: a line is not a JSON object.
     """
-    starts, ends = line_spans(content, places(content, _NEWLINE))
-    lengths = ends - starts
-    if not len(content):
-      return starts, lengths
-    # A line between braces is parsed when it is read; any other line is parsed now.
-    is_plain = (
-      (lengths > 1)
-      & (content[np.minimum(starts, len(content) - 1)] == _OPENING)
-      & (content[ends - 1] == _CLOSING)
-    )
-    is_kept = is_plain.copy()
-    for line in np.flatnonzero(~is_plain):
-      text = content[starts[line] : ends[line]].tobytes()
-      if text.strip():
-        if self._checks_lines:
-          parse_json(text, f'{self.name(file)}, line {line + 1}')
-        is_kept[line] = True
-    if is_kept.all():
-      return starts, lengths
-    return starts[is_kept], lengths[is_kept]
+    num_before = 0  # lines of former chunks
+    for starts, ends in line_index.line_spans(content):
+      # A line between braces is parsed when it is read; any other line is parsed now.
+      is_kept = (
+        (ends - starts > 1) & (content[starts] == _OPENING) & (content[ends - 1] == _CLOSING)
+      )
+      for line in np.flatnonzero(~is_kept).tolist():
+        text = content[starts[line] : ends[line]].tobytes()
+        if text.strip():
+          if self._checks_lines:
+            parse_json(text, f'{self.name(file)}, line {num_before + line + 1}')
+          is_kept[line] = True
+      num_before += len(starts)
+      yield starts[is_kept]
+
+  def trimmed(self, content: bytes) -> bytes:
+    """See base class; lines of spaces are no records."""
+    return content.rstrip()
 
   def parse(self, content: Any, where: object) -> dict[str, Any]:
     """See base class."""
     return parse_json(content, where)
-
-
-def places(content: np.ndarray, byte: int) -> np.ndarray:
-  """Return the places of a byte in a file, int64[n].
-
-  Args:
-    content: uint8[bytes].
-    byte: 0 to 255.
-  """
-  found = [np.zeros(0, np.int64)]
-  for offset in range(0, len(content), CHUNK):
-    found.append(np.flatnonzero(content[offset : offset + CHUNK] == byte) + offset)
-  return np.concatenate(found)
-
-
-def line_spans(content: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Return the starts and ends of records, int64[records] each, without their line ends.
-
-  Args:
-    content: uint8[bytes] of a file.
-    ends: int64[n], places of the line breaks after records; the last record may lack one.
-  """
-  size = len(content)
-  if size and content[-1] != _NEWLINE:
-    ends = np.append(ends, size)
-  if not len(ends):
-    return ends, ends
-  # In place where possible, since an index of short records is large.
-  starts = np.zeros_like(ends)
-  np.add(ends[:-1], 1, out=starts[1:])
-  has_return = (ends > starts) & (content[ends - 1] == _RETURN)
-  return starts, ends - has_return
-
-
-def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-  """Return arrays of all files as one, int64[n]."""
-  if len(arrays) == 1:
-    return arrays[0]
-  return np.concatenate([np.zeros(0, np.int64), *arrays])
 
 
 def _hash(content: np.ndarray, digest: Any) -> None:
@@ -325,6 +345,13 @@ def _hash(content: np.ndarray, digest: Any) -> None:
   for offset in range(0, len(content), CHUNK):
     digest.update(content[offset : offset + CHUNK])
   digest.update(f' {len(content)} '.encode())
+
+
+def _hash_of(content: np.ndarray) -> bytes:
+  """Return the hash of a file, uint8[bytes]."""
+  digest = hashlib.sha256()
+  _hash(content, digest)
+  return digest.digest()
 
 
 def version_of(status: os.stat_result) -> tuple[int, ...]:
@@ -417,7 +444,7 @@ def parse_json(text: bytes, where: object) -> dict[str, Any]:
   """Return the JSON object `text`.
 
   Raises:
-    DataError: the text is not a JSON object; the message has its location `where`.
+    BadRecordError: the text is not a JSON object; the message has its location `where`.
   """
   try:
     record = json.loads(text)
@@ -426,7 +453,7 @@ def parse_json(text: bytes, where: object) -> dict[str, Any]:
     record = None
     problem = f'not JSON ({error})'
   if not isinstance(record, dict):
-    raise DataError(
+    raise BadRecordError(
       f'{where} must be one JSON object, such as {{"inputs": "a text", "targets": "another"}}, '
       f'got {_shown(text)}, which is {problem}.'
     )

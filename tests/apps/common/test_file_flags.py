@@ -14,7 +14,6 @@ import pytest
 
 from t5x_lite.apps.common import file_flags
 from t5x_lite.command_line import cli
-from t5x_lite.errors import ConfigError
 
 _MODEL = [
   '--gin_file=recipes/keyword_cloze.gin',
@@ -51,10 +50,6 @@ def test_flags_become_bindings():
     "data.FileTask.targets = 'b'",
     "data.FileTask.columns = ['a', 'b']",
   ]
-  with pytest.raises(
-    ConfigError, match='--targets is missing. Name the column of the targets of a'
-  ):
-    file_flags.file_bindings(_flags('--train_file=a.csv'))
 
 
 def _write(path, rows):
@@ -135,6 +130,37 @@ def test_predictions_of_a_table_keep_fields(run, tmp_path):
   assert [row['inputs'] for row in rows] == ['what is x, y?', 'what is z?']
   assert [row['prediction'] for row in rows] == [row['prediction'] for row in found]
   assert list(rows[0]) == ['id', 'question', 'prediction', 'inputs']
+
+
+def test_fields_that_results_cannot_keep(run, tmp_path, capsys):
+  lines = ['{"question": "z", "id": 1}', '{"question": "z", "id": 2, "prediction": "old"}']
+  (tmp_path / 'new.jsonl').write_text('\n'.join(lines))
+  words = [str(run / 'run'), f'--input={tmp_path}/new.jsonl', f'--output={tmp_path}/a.jsonl']
+  assert cli.main(['infer', *words, '--keep_fields=all']) == 2
+  error = capsys.readouterr().err
+  assert "new.jsonl, line 2: the field 'prediction' cannot be kept" in error
+  assert 'or keep other fields: --keep_fields=question,id.' in error
+  assert not (tmp_path / 'a.jsonl').exists()
+  gin.clear_config()
+  _main('infer', *words, '--keep_fields=question,id')
+  assert [row['id'] for row in _read(tmp_path / 'a.jsonl')] == [1, 2]
+
+
+def test_templates_of_gin_files(run, tmp_path):
+  lines = ["data.FileTask.inputs = 'who is {question}?'", "data.FileTask.targets = 'answer'"]
+  header = 'from __gin__ import dynamic_registration\nfrom t5x_lite import data\n'
+  (tmp_path / 'mine.gin').write_text(header + '\n'.join(lines) + '\n')
+  _main(
+    'train',
+    *_MODEL,
+    f'--gin_file={tmp_path}/mine.gin',
+    f'--gin.MODEL_DIR={tmp_path}/run',
+    '--gin.TRAIN_STEPS=1',
+    f'--train_file={run}/train.csv',
+  )
+  config = (tmp_path / 'run' / 'config.gin').read_text()
+  assert "data.FileTask.inputs = 'who is {question}?'" in config
+  assert f"data.FileTask.train_file = '{run}/train.csv'" in config
 
 
 def test_formats_of_inputs_and_texts_that_utf_8_lacks(run, tmp_path, monkeypatch):
@@ -227,7 +253,7 @@ def test_another_file_is_evaluated(run, capsys):
     ),
     (
       ['train', *_MODEL, '--gin.MODEL_DIR=x', '--train_file=RUN/../test.csv'],
-      '--targets is missing',
+      r'FileTask\.targets. must be the name of a column.*got None. Set it with --targets=answer',
     ),
     (
       ['train', *_MODEL, '--gin.MODEL_DIR=x', '--gin.TRAIN_STEPS=1', '--inputs=question'],

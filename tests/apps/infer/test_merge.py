@@ -1,6 +1,7 @@
 """Shards become one file, in the order of the source."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -141,3 +142,18 @@ def test_shards_in_a_store(store):
   files.write(folder / 'r.jsonl', 'of another program')
   with pytest.raises(errors.ConfigError, match='was not written by this command'):
     cases.work(folder, 11, shard_id=0, num_shards=2)
+
+
+def test_a_table_has_all_fields_of_a_record_and_of_its_result(tmp_path):
+  lines = [
+    {'id': 1, 'inputs': {'inputs_pretokenized': 'x', 'targets_pretokenized': 'y'}, 'score': 0.5},
+    {'targets': 'raw', 'inputs': {'inputs_pretokenized': 'z'}, 'score': 1.0},
+  ]
+  text = ''.join(json.dumps(line) + '\n' for line in lines)
+  (tmp_path / 'r.csv-chunk00000').write_text(text)
+  merge_chunks_to_table(str(tmp_path), 'r.csv', str(tmp_path), None)
+  assert (tmp_path / 'r.csv').read_text().splitlines() == [
+    'id,score,inputs,targets_pretokenized,targets',
+    '1,0.5,x,y,',
+    ',1.0,z,,raw',
+  ]

@@ -1,5 +1,7 @@
 """Parquet and Arrow files: types, dictionaries, damaged files, saved folders, and changes during a run."""
 
+import datetime
+from decimal import Decimal
 import json
 import os
 import pickle
@@ -63,6 +65,42 @@ def test_columns_of_unneeded_types_and_names(tmp_path):
   assert _rows(_parquet(tmp_path / 'x.parquet', table), tmp_path, needed={'q'}) == [{'q': 'a'}]
   with pytest.raises(DataError, match=r"the names of columns must differ, got 'x' twice\. Rename"):
     _rows(tmp_path / 'x.parquet', tmp_path)
+
+
+def test_columns_of_other_types(tmp_path):
+  rows = [{'q': 'a', 'more': {'n': [1, 2]}, 'when': datetime.date(2026, 1, 2), 'size': Decimal(1)}]
+  path = _parquet(tmp_path / 'x.parquet', pa.Table.from_pylist(rows))
+  # Results can have lists and structures, templates cannot.
+  needed = {'needed': {'q', 'more'}}
+  assert _rows(path, tmp_path, **needed) == [{'q': 'a', 'more': {'n': [1, 2]}}]
+  with pytest.raises(DataError, match="column 'more' must have texts, .* got the type struct"):
+    _rows(path, tmp_path, **needed, texts={'q', 'more'})
+  # Not even the columns that nothing needs are left out of all.
+  with pytest.raises(
+    DataError, match=r"x\.parquet, column 'when' .*date32.*--keep_fields=q,more\)\."
+  ):
+    _rows(path, tmp_path)
+  assert _rows(path, tmp_path, needed=set(), texts={'q', 'answer'}) == [{'q': 'a'}]
+
+
+def test_converted_files_of_other_columns(tmp_path):
+  path = _parquet(tmp_path / 'x.parquet', {'a b': ['1'], 'a': ['2'], 'b': ['3']})
+  assert _rows(path, tmp_path, needed={'a', 'b'}) == [{'a': '2', 'b': '3'}]
+  assert _rows(path, tmp_path, needed={'a b'}) == [{'a b': '1'}]
+
+
+def test_types_of_texts_and_numbers(tmp_path):
+  columns = {
+    'large': pa.array(['x'], pa.large_string()),
+    'coded': pa.array([7]).dictionary_encode(),
+    'texts': pa.array(['y'], pa.large_string()).dictionary_encode(),
+    'half': pa.array([0.5], pa.float32()),
+    'none': pa.nulls(1),
+    'list': pa.array([['a', 'b']], pa.large_list(pa.string())),
+  }
+  path = _parquet(tmp_path / 'x.parquet', columns)
+  values = {'large': 'x', 'coded': 7, 'texts': 'y', 'half': 0.5, 'none': None, 'list': ['a', 'b']}
+  assert _rows(path, tmp_path, needed=set(), texts=set(columns)) == [values]
 
 
 def test_folders_by_format_and_in_another_process(tmp_path):

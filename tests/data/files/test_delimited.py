@@ -7,7 +7,7 @@ import random
 import pytest
 
 from t5x_lite.data.files import delimited
-from t5x_lite.data.files import records
+from t5x_lite.data.files import line_index
 from t5x_lite.errors import DataError
 
 _HEADER = b'a,b,c\n'
@@ -38,8 +38,7 @@ def _rows(path, **options):
 @pytest.mark.parametrize('chunk', [3, 1 << 24])
 def test_rows_are_those_of_csv(tmp_path, monkeypatch, content, rows, chunk):
   # No option: files of the real size would make the test slow.
-  monkeypatch.setattr(records, 'CHUNK', chunk)
-  monkeypatch.setattr(delimited, 'CHUNK', chunk)
+  monkeypatch.setattr(line_index, 'CHUNK', chunk)
   path = tmp_path / 'x.csv'
   path.write_bytes(b'\xef\xbb\xbf' + _HEADER + content)
   table, found = _rows(path)
@@ -49,7 +48,10 @@ def test_rows_are_those_of_csv(tmp_path, monkeypatch, content, rows, chunk):
   assert rows == expected
 
 
-def test_random_tables_are_those_of_csv(tmp_path):
+@pytest.mark.parametrize('chunk, piece', [(1 << 24, 1 << 16), (7, 1 << 16), (11, 1), (13, 3)])
+def test_random_tables_are_those_of_csv(tmp_path, monkeypatch, chunk, piece):
+  monkeypatch.setattr(line_index, 'CHUNK', chunk)  # The state goes from chunk to chunk.
+  monkeypatch.setattr(delimited, '_PIECE', piece)
   draw = random.Random(0)
   path = tmp_path / 'x.csv'
   for _ in range(300):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from t5x_lite import data
+from t5x_lite.data.files import line_index
 from t5x_lite.data.files import records
 from t5x_lite.errors import ConfigError, DataError
 from t5x_lite.partitioning import PjitPartitioner
@@ -292,7 +293,7 @@ def test_json_lines(tmp_path):
 
 def test_json_lines_over_chunks(tmp_path, monkeypatch):
   # No option: data of the real size would make the test slow.
-  monkeypatch.setattr(records, 'CHUNK', 7)
+  monkeypatch.setattr(line_index, 'CHUNK', 7)
   path = cases.write(tmp_path / 'a.jsonl', [{'number': i} for i in range(30)])
   lines = records.JsonLines([path])
   assert [json.loads(line)['number'] for line in lines.read(range(30))] == list(range(30))
