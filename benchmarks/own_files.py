@@ -4,9 +4,9 @@ python benchmarks/own_files.py [--gb 0.02] [--repeats 3] [--batches 200] [--only
 
 A record has about 500 bytes in a line. Each row is a new process, which opens the training split of a `data.FileTask`
 (for Parquet and .gz with an empty folder of converted files, then again), and reads shuffled batches of 64, whose rate
-is that of processor time. Seconds and rates are medians of the repetitions. Memory is the largest amount without mapped files
-during the opening, relative to the process before it. Files up to 100 MB are also checked when they are opened, which
-takes most of the time of small files. Run it as `taskset -c 1 python ...` for the seconds of one core.
+is that of processor time. Seconds and rates are medians of the repetitions. Memory is the largest amount without mapped
+files during the opening, relative to the process before it. Files up to 100 MB are also checked when they are opened,
+which takes most of the time of small files. Run it as `taskset -c 1 python ...` for the seconds of one core.
 """
 
 import argparse

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import logging
+import os
 import pathlib
 import re
 from typing import Any, NamedTuple
@@ -233,7 +234,7 @@ class FileTask(TaskDescription):
         numbers = numbers[scan.is_validation == (split == 'validation')]
       if not len(numbers):
         raise DataError(
-          f'{records.where(0)}: the split {split!r} must have records, but validation_fraction='
+          f'{", ".join(paths)}: the split {split!r} must have records, but validation_fraction='
           f'{self.validation_fraction} leaves none. Choose another fraction.'
         )
       if len(numbers) < len(records):
@@ -290,6 +291,8 @@ class FileTask(TaskDescription):
 def _find(patterns: str, split: str) -> list[str]:
   """Return the files of patterns that commas separate."""
   names = [name.strip() for name in patterns.split(',')]
+  if not files.is_remote(patterns) and os.path.exists(os.path.expanduser(patterns)):
+    names = [patterns]  # The name of a file may have a comma.
   return find_files(names, f'The split {split!r} of the files')
 
 
@@ -373,13 +376,9 @@ def _scanned(source: _Source) -> _Scan:
     )
   except BadRecordError as error:
     raise DataError(f'{error} {_SKIP_HINT}') from error
-  known = records.columns
   for name in sorted(used):
-    if known is not None and name not in known:
-      raise DataError(
-        f'{source.paths[0]} has no column {name!r}.{did_you_mean(name, known)} Correct the template, or, if the file '
-        'has no header, name its columns with --columns; --separator is the text between two columns.'
-      )
+    if records.columns is not None and name not in records.columns:
+      raise DataError(f'{source.paths[0]} {_missing(name, records.columns)}')
   if not len(records):
     raise DataError(
       f'{", ".join(source.paths)} must have records, got none. Write them, or name another file.'
@@ -388,6 +387,24 @@ def _scanned(source: _Source) -> _Scan:
   if has_all and records.num_bytes > _CHECKED_BYTES:
     return _Scan(records)
   return _scan(records, source, skips)
+
+
+def _missing(name: str, known: Sequence[str]) -> str:
+  """Return the end of an error about a column of a template that files lack.
+
+  Args:
+    name: name of the column.
+    known: names of the columns.
+  """
+  remedy = (
+    'Correct the template, or, if the file has no header, name its columns with --columns; --separator is the text '
+    'between two columns.'
+  )
+  if f'{{{name}}}' in known:
+    remedy = f'A template cannot name the column {{{name}}}: rename it without braces.'
+  elif any(each in name.split() for each in known):
+    remedy = f'A template with other text has the columns in braces, e.g. {{{known[0]}}}. {remedy}'
+  return f'has no column {name!r}.{did_you_mean(name, known)} {remedy}'
 
 
 def _scan(records: Records, source: _Source, skips: bool) -> _Scan:
@@ -448,7 +465,9 @@ def _rendered(
     if not is_needed and any(record.get(name) is None for name in template.columns):
       rendered[feature] = []  # no ids
       continue
-    references = template.references(record)
+    references = None
+    if feature == 'targets':
+      references = template.references(record)
     if references is None:
       rendered[feature] = template.render(record)
     else:

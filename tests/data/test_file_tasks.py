@@ -166,7 +166,9 @@ def test_missing_files_name_the_pattern(tmp_path, monkeypatch):
     DataError, match=r"'validation' of the task 'from_files': no file matches 'no-\*\.jsonl' in '/"
   ):
     cases.open(cases.make_cfg(cases.make_task('no-*.jsonl')))
-  with pytest.raises(DataError, match=f"Cannot read '{tmp_path}'"):
+  with pytest.raises(
+    DataError, match=f'{tmp_path} must be a file of the format jsonl, got a folder'
+  ):
     cases.open(cases.make_cfg(cases.make_task(str(tmp_path))))
   path = cases.write(tmp_path / 'a.jsonl', [{'inputs': 'a', 'targets': 'b'}])
   with pytest.raises(DataError, match='two patterns match'):

@@ -113,7 +113,7 @@ def test_bad_records_are_skipped_and_counted(tmp_path, caplog):
   task = _task(path, tmp_path, bad_records='skip')
   with caplog.at_level(logging.INFO):
     assert _texts(task, 'train') == [row['answer'] for row in rows if row['answer']]
-  assert f"{path}, line 4: the column 'answer' has no value (None)" in caplog.text
+  assert f"{path}, line 4: the column 'answer' has no value (null)" in caplog.text
   assert '38 records, 2 bad ones skipped' in caplog.text
   iterator = cases.open(_cfg(task))
   assert iterator.sample_truncation().metrics['data/skipped_records'] == 2
@@ -215,6 +215,17 @@ def _twice(folder):
   return {'train_file': str(folder / 'a.csv'), 'validation_file': str(folder / 'link.csv')}
 
 
+def _broken_link(folder):
+  (folder / 'link.csv').symlink_to(folder / 'none.csv')
+  return {'train_file': str(folder / '*.csv')}
+
+
+def _two_names(folder):
+  (folder / 'a.csv').write_text('question,answer\nq,a\n')
+  (folder / 'link.csv').symlink_to(folder / 'a.csv')
+  return {'train_file': str(folder / '*.csv')}
+
+
 def _two_forms(folder):
   (folder / 'a.csv').write_text('question,answer\nq,a\n')
   (folder / 'a.jsonl').write_text('{}\n')
@@ -247,7 +258,22 @@ _GOOD = 'question,answer\nq,a\n'
       r'a\.csv, line 3 must have 2 fields.*--bad_records=skip',
     ),
     (_file('a.csv', _GOOD + 'q,"a\n\n'), {}, 'line 3: the quoted field'),
-    (_file('a.csv', _GOOD + 'q,\0\n'), {}, 'NUL byte|binary file'),
+    (
+      _file('a.csv', _GOOD + 'q,\0\n'),
+      {},
+      r'a\.csv, line 3 must be text, got a NUL byte\. Remove it',
+    ),
+    (
+      _file('a.jsonl', '{"question": "q", "answer": "\0"}\n'),
+      {},
+      'line 1 must be one JSON object.*Invalid control character',
+    ),
+    (_file('a.csv', _GOOD.encode('utf-16-le')), {}, 'binary file or text in another encoding'),
+    (
+      _file('a.csv', 'question,answer\né,a\n'.encode('latin-1')),
+      {},
+      'line 2 must be UTF-8, .*iconv -f WINDOWS-1252 -t UTF-8.*--bad_records=skip',
+    ),
     (_file('a.csv', _GOOD.encode('utf-16')), {}, 'UTF-16'),
     (
       _file('a.jsonl', '{"question": "q", "answer": null}\n'),
@@ -260,11 +286,18 @@ _GOOD = 'question,answer\nq,a\n'
       "no column 'answer'. Did you mean",
     ),
     (_file('a.csv.gz', gzip.compress(_GOOD.encode() * 99)[:-9]), {}, 'complete file of gzip'),
-    (_file('a.csv.gz', _GOOD), {}, 'complete file of gzip'),
+    (_file('a.csv.gz', _GOOD), {}, 'complete file of gzip.*if it is not compressed, remove .gz'),
+    (_file('a.csv.gz', b''), {}, 'must begin with the names of its columns, got an empty file'),
+    (_file('a.jsonl.gz', b''), {}, r'a\.jsonl\.gz must have records, got none'),
     (_file('a.parquet', b'PAR1 nothing'), {}, 'complete Parquet file'),
     (_file('a.parquet.gz', b''), {}, 'must not be compressed.*gunzip'),
     (_file('a.csv', 'question;answer\nq;a\n'), {}, '--separator is the text between two columns'),
     (_file('a.csv', 'question,answer\rq,a\r'), {}, r"line feed, got only carriage.*tr '\\r' '\\n'"),
+    (
+      _file('a.csv', 'q,a\rb,c\r'),
+      {'inputs': 'x', 'targets': 'y', 'columns': ['x', 'y']},
+      'line feed, got only carriage returns',
+    ),
     (_file('a.csv', _GOOD.encode('utf-16')), {}, r'-t UTF-8 \S+ > \S+/a\.converted\.csv'),
     (_file('a.json', '[{"question": "q"}]'), {}, 'is a JSON array. Convert it'),
     (
@@ -284,7 +317,34 @@ _GOOD = 'question,answer\nq,a\n'
     ),
     (_file('a.csv', _GOOD), {'validation_fraction': 0.999}, 'leaves none. Choose another'),
     (_file('a.dat', _GOOD), {}, 'does not say its format. Set --file_format'),
+    (
+      _file('a.csv', _GOOD),
+      {'inputs': 'say question'},
+      'has the columns in braces, e.g. {question}',
+    ),
+    (
+      _file('a.csv', '{question},answer\nq,a\n'),
+      {},
+      'A template cannot name the column {question}: rename it without braces',
+    ),
+    (
+      _file('a.jsonl', '{"question": ["q", "r"], "answer": "a"}\n'),
+      {},
+      "line 1: the column 'question' must have a text",
+    ),
+    (
+      _file('a.jsonl', '{"question": "q", "answer": [1, 2]}\n'),
+      {},
+      "line 1: the column 'answer' must have a list of texts, got 1 in it",
+    ),
     (_folder, {}, 'must be a file, or a folder that the library datasets has saved'),
+    (
+      _folder,
+      {'file_format': 'csv'},
+      r'x\.csv must be a file of the format csv, got a folder. Name',
+    ),
+    (_broken_link, {}, r"link\.csv' is a link to .*, which does not exist\. Replace the link"),
+    (_two_names, {}, r"a\.csv' and .*link\.csv' are one file, so its records would be read twice"),
     (_twice, {}, r'a\.csv must be the file of one split.*--validation_fraction'),
     (_two_forms, {}, 'must have one format, got csv and jsonl'),
     (_nested, {}, "column 'answer' must have texts, numbers.*got the type struct"),
@@ -322,6 +382,29 @@ def test_texts_that_cannot_separate_quoted_fields(tmp_path, separator):
   task = _task(_write(tmp_path, 'csv'), tmp_path, separator=separator)
   with pytest.raises(ConfigError, match='one ASCII character that is no quote'):
     _texts(task, 'train')
+
+
+@pytest.mark.parametrize('name', ['a b/c d.csv', 'x,y.csv', '[1]/z[2].csv', '{a}.csv', "it's.csv"])
+def test_names_of_files(tmp_path, name):
+  (tmp_path / name).parent.mkdir(exist_ok=True)
+  (tmp_path / name).write_text('question,answer\nq,a\n')
+  assert _texts(_task(str(tmp_path / name), tmp_path, inputs='question'), 'train') == ['a']
+
+
+def test_characters_that_other_programs_take_for_line_breaks(tmp_path):
+  text = 'a\u2028b\x85c\x0bd'
+  (tmp_path / 'a.csv').write_text(f'question,answer\nq,{text}\n')
+  (tmp_path / 'a.jsonl').write_text(
+    json.dumps({'question': 'q', 'answer': text}, ensure_ascii=False)
+  )
+  for name in ('a.csv', 'a.jsonl'):
+    assert _texts(_task(str(tmp_path / name), tmp_path, inputs='question'), 'train') == [text]
+
+
+def test_long_fields(tmp_path):
+  text = 'x' * 3_000_000
+  (tmp_path / 'a.csv').write_text(f'question,answer\nq,"{text}"\n')
+  assert _texts(_task(str(tmp_path / 'a.csv'), tmp_path, inputs='question'), 'train') == [text]
 
 
 def test_a_start_reads_a_file_once(tmp_path, monkeypatch):

@@ -92,7 +92,8 @@ class ArrowRecords(Records):
           f'All files must have the same columns, got {self._columns} in {paths[0]} and {columns} in {path}. Correct '
           'one of them.'
         )
-      self._batches += [batch.select(columns) for batch in batches]
+      # Files may have their columns in another order.
+      self._batches += [batch.select(self._columns) for batch in batches]
       self._files += [file] * len(batches)
     self._firsts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
     self._fingerprint = digest.hexdigest()[:16]

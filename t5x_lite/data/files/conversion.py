@@ -163,7 +163,8 @@ def _decompress(path: str, local: str, target: pathlib.Path) -> None:
       _copy(stream, output, path)
   except (EOFError, gzip.BadGzipFile, zlib.error) as error:
     raise DataError(
-      f'{path} must be a complete file of gzip, got a damaged one: {error}. Write or download it again.'
+      f'{path} must be a complete file of gzip, got a damaged or another one: {error}. Write or download it '
+      'again, or, if it is not compressed, remove .gz from its name.'
     ) from error
 
 

@@ -108,6 +108,8 @@ class Table(LineRecords):
           f'{where} has the names of the columns, so the file has a header. Remove --columns (in a run that has them: '
           '--gin.data.FileTask.columns=None).'
         )
+      if len(starts) == 2:
+        self._check_line_feeds(fields, file)
       self._headers.append(names)
       return starts
     if first is None:
@@ -123,7 +125,8 @@ class Table(LineRecords):
       text = content.decode('utf-8')
     except UnicodeDecodeError as error:
       raise DataError(
-        f'{where} must be UTF-8, got {error.reason} at byte {error.start + 1} of the row. Convert the file.'
+        f'{where} must be UTF-8, got {error.reason} at byte {error.start + 1} of the row. Write the file again in '
+        'UTF-8, e.g. with `iconv -f WINDOWS-1252 -t UTF-8`.'
       ) from error
     if not self._separator:
       return [text]
@@ -137,14 +140,18 @@ class Table(LineRecords):
       ) from error
     return fields
 
-  def _add_header(self, names: list[str], file: int) -> None:
-    """Check the names of the columns of a file, and keep them."""
-    for name in names:
-      if '\r' in name and '\n' not in name:
+  def _check_line_feeds(self, fields: Sequence[str], file: int) -> None:
+    """Raise if the fields of a first row have the line ends of former Macs."""
+    for field in fields:
+      if '\r' in field and '\n' not in field:
         raise DataError(
           f'{self.name(file)} must have lines that end with a line feed, got only carriage returns. Convert it: '
           f"`tr '\\r' '\\n' < {self.name(file)} > NEW_FILE`."
         )
+
+  def _add_header(self, names: list[str], file: int) -> None:
+    """Check the names of the columns of a file, and keep them."""
+    self._check_line_feeds(names, file)
     twice = {name for name in names if names.count(name) > 1}
     if twice:
       raise DataError(

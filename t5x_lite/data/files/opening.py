@@ -174,6 +174,12 @@ def with_format(paths: Sequence[str], file_format: str) -> tuple[list[str], str]
     DataError: the names say none or several, or there is a folder of another program than datasets.
   """
   if file_format not in ('auto', 'arrow'):
+    for path in paths:
+      if not files.is_remote(path) and os.path.isdir(path):
+        raise DataError(
+          f'{path} must be a file of the format {file_format}, got a folder. Name its files, e.g. '
+          f'{os.path.join(path, "*")}.'
+        )
     return list(paths), file_format
   found: dict[str, str] = {}
   for path in paths:

@@ -29,6 +29,8 @@ from t5x_lite.errors import DataError, needs_packages
 from t5x_lite.storage import files
 
 _OPENING, _CLOSING = b'{}'
+# The largest share of NUL bytes in a text with errors; one in another encoding has more.
+_NUL_SHARE = 0.25
 
 
 class Records(abc.ABC):
@@ -183,6 +185,8 @@ class LineRecords(Records):
       name: name of the file.
       head: its first bytes.
     """
+    if head.count(b'\0') < _NUL_SHARE * len(head):
+      head = head.replace(b'\0', b'')  # The error of the record with such a byte has the line.
     return text_formats.content_problem(name, head)
 
   @property
@@ -551,18 +555,13 @@ def find_files(patterns: str | Sequence[str], what: str) -> list[str]:
     what: owner of the files, for messages.
 
   Raises:
-    DataError: a pattern matches no file, or two patterns match the same file.
+    DataError: a pattern matches no file or a link without a target, or two of the names are those of one file.
   """
-  found: list[str] = []
+  found: dict[str, str] = {}  # path without links to path
   if isinstance(patterns, str):
     patterns = [patterns]
   for pattern in patterns:
     paths = _matches(pattern)
-    twice = set(paths).intersection(found)
-    if twice:
-      raise DataError(
-        f'{what}: two patterns match {min(twice)!r}, so its records would be read twice. Omit one of them.'
-      )
     if not paths:
       at = f' in {os.getcwd()!r}'
       if os.path.isabs(pattern) or files.is_remote(pattern):
@@ -570,8 +569,18 @@ def find_files(patterns: str | Sequence[str], what: str) -> list[str]:
       raise DataError(
         f'{what}: no file matches {pattern!r}{at}. Write the files first, or correct the pattern.'
       )
-    found.extend(paths)
-  return found
+    for path in paths:
+      broken = files.broken_link(path)
+      if broken is not None:
+        raise DataError(f'{what}: {broken}. Replace the link.')
+      real = files.real_path(path)
+      if real in found:
+        problem = f'two patterns match {path!r}'
+        if found[real] != path:
+          problem = f'{found[real]!r} and {path!r} are one file'
+        raise DataError(f'{what}: {problem}, so its records would be read twice. Omit one of them.')
+      found[real] = path
+  return list(found.values())
 
 
 def _matches(pattern: str) -> list[str]:

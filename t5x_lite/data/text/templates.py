@@ -50,6 +50,11 @@ class Template(NamedTuple):
       raise DataError(
         f'the column {self.columns[0]!r} must have at least one text, got an empty list. Correct it.'
       )
+    for each in found:
+      if not isinstance(each, str):
+        raise DataError(
+          f'the column {self.columns[0]!r} must have a list of texts, got {short_repr(each)} in it. Correct it.'
+        )
     return [_text(each, self.columns[0]) for each in found]
 
 
@@ -126,8 +131,9 @@ def _text(value: Any, column: str) -> str:
   if isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
     return json.dumps(value)
   if value is None or isinstance(value, float):
+    shown = 'null' if value is None else value
     raise DataError(
-      f'the column {column!r} has no value ({value}). Write one, or remove the record.'
+      f'the column {column!r} has no value ({shown}). Write one, or remove the record.'
     )
   raise DataError(
     f'the column {column!r} must have a text, a number or a truth value, got {short_repr(value)}. Correct it.'

@@ -83,6 +83,21 @@ def test_columns_of_other_types(tmp_path):
   assert _rows(path, tmp_path, needed=set(), texts={'q', 'answer'}) == [{'q': 'a'}]
 
 
+@pytest.mark.parametrize('kind', ['parquet', 'arrow'])
+def test_files_with_their_columns_in_another_order(tmp_path, kind):
+  paths = []
+  for number, names in enumerate(('qn', 'nq')):
+    table = {name: _TABLE[name] for name in names}
+    path = tmp_path / f'{number}.{kind}'
+    if kind == 'parquet':
+      _parquet(path, table)
+    else:
+      path.write_bytes(_stream(table))
+    paths.append(str(path))
+  records = opening.open_records(paths, cache_dir=str(tmp_path / 'cache'))
+  assert records.read([0, 3]) == [{'q': 'a', 'n': 1}] * 2
+
+
 def test_converted_files_of_other_columns(tmp_path):
   path = _parquet(tmp_path / 'x.parquet', {'a b': ['1'], 'a': ['2'], 'b': ['3']})
   assert _rows(path, tmp_path, needed={'a', 'b'}) == [{'a': '2', 'b': '3'}]
