@@ -114,6 +114,11 @@ class FileTask(TaskDescription):
       file_format=checks.one_of(('auto', *opening.FORMATS)),
       bad_records=checks.one_of(('stop', 'skip')),
       validation_fraction=checks.number(above=0, below=1).or_none(),
+      cache_dir=checks.Expectation(
+        'a folder of this machine',
+        lambda given: bool(given) and not files.is_remote(given),
+        'Name one on a local disk.',
+      ).or_none(),
       columns=checks.Expectation(
         "different names such as ['question', 'answer']",
         lambda names: not isinstance(names, str) and len(set(names)) == len(names) > 0,

@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import json
 import logging
+import os
 import pathlib
 
 import numpy as np
@@ -215,6 +216,11 @@ def _twice(folder):
   return {'train_file': str(folder / 'a.csv'), 'validation_file': str(folder / 'link.csv')}
 
 
+def _pipe(folder):
+  os.mkfifo(folder / 'x.csv')
+  return {'train_file': str(folder / 'x.csv')}
+
+
 def _broken_link(folder):
   (folder / 'link.csv').symlink_to(folder / 'none.csv')
   return {'train_file': str(folder / '*.csv')}
@@ -343,6 +349,7 @@ _GOOD = 'question,answer\nq,a\n'
       {'file_format': 'csv'},
       r'x\.csv must be a file of the format csv, got a folder. Name',
     ),
+    (_pipe, {}, r'x\.csv must be a file on a disk.*got a pipe.*Write its content to a file'),
     (_broken_link, {}, r"link\.csv' is a link to .*, which does not exist\. Replace the link"),
     (_two_names, {}, r"a\.csv' and .*link\.csv' are one file, so its records would be read twice"),
     (_twice, {}, r'a\.csv must be the file of one split.*--validation_fraction'),
@@ -369,6 +376,7 @@ def test_bad_files(tmp_path, write_fn, options, message):
     ({'bad_records': 'ignore'}, 'bad_records. must be one of'),
     ({'file_format': 'xlsx'}, 'file_format. must be one of'),
     ({'columns': ['a', 'a']}, 'different names'),
+    ({'cache_dir': 'gs://bucket/cache'}, 'cache_dir. must be a folder of this machine or None'),
     ({'targets': None}, 'targets. must be the name of a column, .* --targets=answer'),
   ],
 )

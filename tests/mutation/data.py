@@ -32,6 +32,13 @@ MUTANTS = (
     'tests/data/test_own_files.py::test_bad_files',
   ),
   Mutant(
+    'a_file_may_change_while_it_is_converted',
+    't5x_lite/data/files/conversion.py',
+    'if version_of(os.stat(local)) != version:',
+    'if False:',
+    'tests/data/files/test_conversion.py::test_a_file_that_changes_while_it_is_converted',
+  ),
+  Mutant(
     'two_processes_convert_one_file',
     't5x_lite/data/files/conversion.py',
     'fcntl.flock(stream, fcntl.LOCK_EX)',

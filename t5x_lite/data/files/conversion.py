@@ -20,6 +20,7 @@ import zlib
 from t5x_lite.data.files.line_index import CHUNK
 from t5x_lite.data.files.local_copies import local_paths
 from t5x_lite.data.files.records import reading
+from t5x_lite.data.files.records import version_of
 from t5x_lite.errors import DataError
 from t5x_lite.formatting import format_bytes
 from t5x_lite.storage import files
@@ -55,9 +56,11 @@ def converted(
     variant: text that distinguishes conversions of one original, e.g. the columns.
 
   Raises:
-    DataError: the original cannot be read or is damaged, or the disk lacks space.
+    DataError: the original cannot be read, is damaged or changes, or the disk lacks space.
   """
   (local,) = local_paths([path])
+  with reading(path):
+    version = version_of(os.stat(local))
   digest = hashlib.sha256(f'{_FORM} {suffix} {variant} '.encode())
   with reading(path), open(local, 'rb') as stream:
     while chunk := stream.read(CHUNK):
@@ -71,6 +74,14 @@ def converted(
   if target.exists():
     return str(target)
   start = time.monotonic()
+
+  def write(unfinished: pathlib.Path) -> None:
+    convert_fn(local, unfinished)
+    if version_of(os.stat(local)) != version:  # The name would be the hash of another content.
+      raise DataError(
+        f'{path} must not change while it is converted. Rerun the command when the file is complete.'
+      )
+
   try:
     folder.mkdir(parents=True, exist_ok=True)
     with _lock(target.with_name(f'{target.name}.lock')):
@@ -80,7 +91,7 @@ def converted(
         files.remove(left)
       check_space(folder, os.path.getsize(local), path)
       # Durable, since a part of it after a crash of the machine would be used as if it were all.
-      files.write(target, lambda unfinished: convert_fn(local, unfinished))
+      files.write(target, write)
   except OSError as error:
     raise DataError(
       f'{path} cannot be converted in {folder}: {error.strerror or error}. Choose another folder with --cache_dir.'

@@ -136,7 +136,7 @@ def load(path: pathlib.Path, size: int) -> LineIndex | None:
       num_bytes = os.fstat(stream.fileno()).st_size - _HASH_BYTES
     if num_bytes <= 0 or num_bytes % 8:
       return None
-    starts = np.memmap(path, '<i8', mode='r', offset=_HASH_BYTES)
+    starts = np.asarray(np.memmap(path, '<i8', mode='r', offset=_HASH_BYTES))
   except OSError:
     return None
   if starts[-1] != size:

@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import pathlib
+import stat
 import sys
 from typing import Any
 
@@ -169,12 +170,17 @@ class LineRecords(Records):
     """Return the bytes of a file, uint8[bytes]."""
     name, path = self._names[file], self._paths[file]
     with reading(name):
-      size = os.path.getsize(path)
+      status = os.stat(path)
+      if not stat.S_ISREG(status.st_mode):
+        raise DataError(
+          f'{name} must be a file on a disk, since records are read by their place, got a pipe or another device. '
+          'Write its content to a file first.'
+        )
       with open(path, 'rb') as stream:
         problem = self.problem(name, stream.read(text_formats.HEAD_SIZE))
       if problem is not None:
         raise DataError(f'{name} must be {self.form}, but it {problem}')
-      if not size:
+      if not status.st_size:
         return np.zeros(0, np.uint8)
       return np.asarray(np.memmap(path, np.uint8, mode='r'))
 

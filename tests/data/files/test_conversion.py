@@ -68,6 +68,19 @@ def test_damaged_files_leave_nothing(tmp_path, content, message):
   assert not _results(tmp_path / 'cache')
 
 
+def test_a_file_that_changes_while_it_is_converted(tmp_path):
+  path = tmp_path / 'x.csv.gz'
+  path.write_bytes(b'the first content')
+
+  def convert(local, target):
+    target.write_text('of the second content')
+    path.write_bytes(b'the second')
+
+  with pytest.raises(DataError, match=r'x\.csv\.gz must not change while it is converted\. Rerun'):
+    conversion.converted(str(path), '.csv', convert, cache_dir=str(tmp_path / 'cache'))
+  assert not _results(tmp_path / 'cache')
+
+
 def test_several_members_and_names_in_capitals(tmp_path):
   path = tmp_path / 'X.CSV.GZ'
   path.write_bytes(gzip.compress(b'a\n') + gzip.compress(b'b\n') + b'\0' * 9)

@@ -3,6 +3,7 @@
 import gzip
 import os
 import pathlib
+import pickle
 
 import numpy as np
 import pytest
@@ -80,6 +81,7 @@ def test_an_index_is_used_again(tmp_path):
   numbers = range(len(_LINES))
   assert first.read(numbers) == second.read(numbers) == _LINES
   assert first.fingerprint == second.fingerprint
+  assert pickle.loads(pickle.dumps(second)).read(numbers) == _LINES
   kept = _index(tmp_path)
   # The third opening reads the index, not the lines.
   index = line_index.load(kept, len(b'\n'.join(_LINES)))
