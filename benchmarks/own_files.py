@@ -4,9 +4,10 @@ python benchmarks/own_files.py [--gb 0.02] [--repeats 3] [--batches 200] [--only
 
 A record has about 500 bytes in a line. Each row is a new process, which opens the training split of a `data.FileTask`
 (for Parquet and .gz with an empty folder of converted files, then again), and reads shuffled batches of 64, whose rate
-is that of processor time. Seconds and rates are medians of the repetitions. Memory is the largest amount without mapped
-files during the opening, relative to the process before it. Files up to 100 MB are also checked when they are opened,
-which takes most of the time of small files. Run it as `taskset -c 1 python ...` for the seconds of one core.
+is that of processor time. Seconds of the clock and of the processor, and rates, are medians of the repetitions. Memory
+is the largest amount without mapped files during the opening, relative to the process before it. Files up to 100 MB are
+also checked when they are opened, which takes most of the time of small files. Run it as `taskset -c 1 python ...` for
+the seconds of one core.
 """
 
 import argparse
@@ -132,11 +133,13 @@ def _measure(path: str, cache_dir: str, num_batches: int) -> dict[str, float]:
   lengths = {'inputs': 392, 'targets': 48}
   before = _anonymous_mb()
   start = time.perf_counter()
+  start_cpu = time.process_time()
   with _largest_memory() as largest:
     table = task.builtin_task().table('train', lengths)
     _ = table.fingerprint
     seconds = time.perf_counter() - start
-  found = {'seconds': seconds, 'memory': largest[0] - before, 'records': len(table)}
+    cpu = time.process_time() - start_cpu
+  found = {'seconds': seconds, 'cpu': cpu, 'memory': largest[0] - before, 'records': len(table)}
   if num_batches:
     numbers = np.random.default_rng(0).integers(0, len(table), (num_batches, 64))
     start = time.process_time()
@@ -165,14 +168,15 @@ def _row(path: pathlib.Path, cache: pathlib.Path, args: argparse.Namespace) -> l
       shutil.rmtree(cache, ignore_errors=True)
       converted.append(_in_new_process(path, cache, 0))
     opened.append(_in_new_process(path, cache, args.batches))
-  conversion = '-'
+  conversion = ['-', '-']
   if converted:
-    conversion = f'{_median(converted, "seconds"):.2f}'
+    conversion = [f'{_median(converted, name):.2f}' for name in ('seconds', 'cpu')]
   return [
     path.name.partition('.')[2],
     path.stat().st_size / 1e6,
-    conversion,
+    *conversion,
     _median(opened, 'seconds'),
+    _median(opened, 'cpu'),
     max(each['memory'] for each in converted + opened),
     _median(opened, 'batches'),
   ]
@@ -206,7 +210,7 @@ def main() -> None:
   common.print_table(
     f'Own files, {num_records} records (load before, after: {load}; matmul 2048^3: {rate:.0f} GFLOP/s)',
     rows,
-    ('format', 'MB', 'convert, s', 'open, s', 'memory, MB', 'batches/s'),
+    ('format', 'MB', 'convert, s', 'processor', 'open, s', 'processor', 'memory, MB', 'batches/s'),
   )
 
 
