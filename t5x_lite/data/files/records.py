@@ -120,7 +120,8 @@ class LineRecords(Records):
     self._index_paths = list(index_paths)
     self._versions = self._current_versions()
     digest = hashlib.sha256()
-    self._starts = []  # int64[records + 1] of each file, see `line_index.LineIndex`
+    # int64[records + 1] of each file, see `line_index.LineIndex`.
+    self._starts: list[np.ndarray] = []
     for file in range(len(paths)):
       content = self._open(file)
       starts = self._indexed(content, file, digest)
