@@ -63,7 +63,8 @@ def merge_chunks_to_table(
   """Write the chunks as one table of comma-separated values with a header.
 
   Its columns are the fields of the results: those of the record that `--keep_fields` names, the texts of inputs and
-  targets, and the prediction or score. A value that is no text is written as JSON.
+  targets, and the prediction or score. The scores of labels are a column `scores.<label>` each. Any other value that is
+  no text is written as JSON.
 
   Args:
     output_dir: see `merge_chunks_to_file`.
@@ -97,8 +98,14 @@ def merge_chunks_to_table(
 
 
 def _flat(line: Mapping[str, Any]) -> dict[str, Any]:
-  """Return a line of results with the texts of its `inputs` as fields of their own, without `_pretokenized`."""
+  """Return a line of results with its texts, without `_pretokenized`, and its scores of labels as fields."""
   flat = {name: value for name, value in line.items() if name != 'inputs'}
+  aux = dict(flat.get('aux') or {})
+  if isinstance(aux.get('scores'), Mapping):
+    flat |= {f'scores.{label}': score for label, score in aux.pop('scores').items()}
+    flat['aux'] = aux
+    if not aux:
+      del flat['aux']
   for name, value in line['inputs'].items():
     flat.setdefault(name.removesuffix('_pretokenized'), value)
   return flat
