@@ -2,8 +2,12 @@
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
@@ -14,6 +18,7 @@ from t5x_lite.decoding import label_scores
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks import decoder_only
 from t5x_lite.networks import t5
+from tests.models import model_cases
 from tests.networks import network_cases as cases
 
 _ROWS = 4
@@ -106,6 +111,42 @@ def test_scores_are_those_of_each_pair(layout, start, max_bytes, chunk_bytes):
   best = np.argmax(want, axis=1)
   assert len(set(best)) > 1
   np.testing.assert_array_equal(found, np.stack([_tokens(_LABELS[i]) for i in best]))
+
+
+@pytest.mark.parametrize('network', [model_cases.T5XSeq2Seq, model_cases.TinySeq2Seq])
+def test_networks_for_t5x_score_each_pair(network):
+  labels = ['7', '7 8', '9 10 11']
+  decode_fn = decoding.LabelScores(labels=labels).encoded(_Numbers())
+  model = model_cases.make_model(network(), decode_fn=decode_fn)
+  params = model_cases.initialise(model)['params']
+  batch = model_cases.make_batch(weights=False)
+  _, aux = _predict(model, params, batch)
+  for column, label in enumerate(labels):
+    targets = np.tile(_tokens(label), (4, 1))
+    pair = {
+      **batch,
+      'decoder_input_tokens': np.pad(targets[:, :-1], ((0, 0), (1, 0))),
+      'decoder_target_tokens': targets,
+    }
+    want = cases.jit(model.score_batch)(params, pair)
+    np.testing.assert_allclose(aux['scores'][:, column], want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('layout', _LAYOUTS)
+def test_scores_on_a_mesh_are_those_of_one_device(layout, chunk_bytes):
+  chunk_bytes(20_000)
+  rules = (('batch', 'data'), ('vocab', 'model'), ('mlp', 'model'), ('heads', 'model'))
+  model = _encoder_decoder(layout)
+  params = _params(layout)
+  batch = _batch(8)
+  want = _predict(model, params, batch)
+  mesh = jax.make_mesh((4, 2), ('data', 'model'), axis_types=(AxisType.Auto,) * 2)
+  with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+    shardings = NamedSharding(mesh, P()), NamedSharding(mesh, P('data'))
+    predict = cases.jit(model.predict_batch_with_aux, in_shardings=shardings)
+    found = predict(*jax.device_put((params, batch), shardings))
+  np.testing.assert_array_equal(found[0], want[0])
+  np.testing.assert_allclose(found[1]['scores'], want[1]['scores'], rtol=1e-5, atol=1e-5)
 
 
 def test_chunks_bound_the_labels_that_are_scored_at_once(chunk_bytes):

@@ -92,7 +92,7 @@ def test_eval_computes_metrics_of_the_best_label(command_line, labels_file, tmp_
   folder = tmp_path / 'eval/inference_eval/python_keyword_cloze'
   rows = _rows(folder, 'predictions-5.jsonl')
   assert len(rows) == 8 and {row['prediction'] for row in rows} <= {'for', 'if', 'not'}
-  accuracy = sum(row['prediction'] == row['target'] for row in rows) / 8
+  accuracy = sum(row['prediction'] == row['targets'] for row in rows) / 8
   assert _rows(folder, 'metrics.jsonl')[-1]['exact_match'] == accuracy
   labels_file.write_text('for\nif\n')
   assert cli.main([*arguments, f'--labels_file={labels_file}']) == 2
