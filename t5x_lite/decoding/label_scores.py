@@ -157,7 +157,7 @@ class EncodedLabels:
     """Number of tokens of the longest label, including the end token."""
     return int(self.lengths.max())
 
-  def by_label(self, scores: Sequence[Any]) -> list[Any]:
+  def by_label(self, scores: Sequence[Any]) -> Any:
     """Return nested lists of scores, whose last dim is the labels, as lists of mappings from label to score."""
     if scores and not isinstance(scores[0], list):
       return dict(zip(self.config.texts, scores, strict=True))
