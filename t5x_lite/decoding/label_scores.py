@@ -96,6 +96,13 @@ class LabelScores:
     Raises:
       ConfigError: the vocabulary cannot encode a label, or encodes two as the same tokens.
     """
+    checks.check(
+      'LabelScores',
+      {'eos_id': vocabulary.eos_id},
+      eos_id=checks.number(
+        at_least=1, integer=True, remedy='Use a vocabulary with an end-of-sequence id.'
+      ),
+    )
     tokens = encode_lines('labels', self.texts, self._source, vocabulary)
     first: dict[tuple[int, ...], int] = {}
     for number, ids in enumerate(tokens, start=1):

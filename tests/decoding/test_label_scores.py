@@ -322,6 +322,11 @@ def test_what_labels_do_not_support_is_rejected():
     constrained.predict_batch(params, _batch())
 
 
+def test_a_vocabulary_without_an_end_token_is_rejected():
+  with pytest.raises(ConfigError, match='Use a vocabulary with an end-of-sequence id'):
+    decoding.LabelScores(labels=['5']).encoded(vocabularies.PassThroughVocabulary(40))
+
+
 def test_the_identity_is_that_of_the_labels_in_their_order(tmp_path):
   path = tmp_path / 'labels.txt'
   path.write_bytes('\ufeff5\r\n6'.encode())

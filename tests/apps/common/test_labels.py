@@ -98,6 +98,20 @@ def test_eval_computes_metrics_of_the_best_label(command_line, labels_file, tmp_
   assert cli.main([*arguments, f'--labels_file={labels_file}']) == 2
 
 
+def test_metrics_of_own_files_are_those_of_the_best_label(command_line, labels_file, tmp_path):
+  table = tmp_path / 'reviews.csv'
+  table.write_text('text,label\nx,yes\ny,no\nz,yes\n')
+  own = [f'--validation_file={table}', '--inputs=text', '--targets=label']
+  flags = ['--metrics=accuracy,macro_f1', f'--labels_file={labels_file}']
+  assert cli.main([*command_line('eval'), *own, *flags]) == 0
+  (folder,) = (tmp_path / 'eval/inference_eval').iterdir()
+  rows = _rows(folder, 'predictions-5.jsonl')
+  assert {row['prediction'] for row in rows} <= set(_LABELS)
+  found = _rows(folder, 'metrics.jsonl')[-1]
+  num_right = sum(row['prediction'] == row['targets'] for row in rows)
+  assert found['accuracy'] == pytest.approx(100 * num_right / 3) and 'macro_f1' in found
+
+
 def test_a_configuration_scores_labels(command_line, labels_file, tmp_path):
   arguments = command_line('infer')
   assert cli.main([*arguments, f'--labels_file={labels_file}']) == 0
@@ -130,9 +144,7 @@ def test_an_interactive_model_scores_labels(command_line, decoded_run, tmp_path)
   config.write_text(_IN_GIN.format(labels=_LABELS))
   flags = [f'--gin_file={config}', '--gin.infer_script.infer.mode=predict_with_aux']
   assert cli.main([*command_line('infer'), *flags]) == 0
-  model = notebook.open_run(
-    decoded_run, gin_files=[str(config)], output_dir=str(tmp_path / 'open')
-  )
+  model = notebook.open_run(decoded_run, gin_files=[str(config)], output_dir=str(tmp_path / 'open'))
   pairs, aux = model.predict_with_aux(['x', 'y'])
   assert isinstance(model.model.decode_fn, decoding.EncodedLabels)
   for (_, prediction), scores, want in zip(pairs, aux['scores'], _rows(tmp_path), strict=True):
