@@ -2,7 +2,7 @@
 
     python benchmarks/decode.py [--layers 8] [--batch 8] [--inputs 128] [--tokens 64] [--beams 4] [--repeats 5]
         [--layout t5] [--dtype float32] [--weights bfloat16] [--only greedy 'beam search, 1']
-        [--t5x PATH [--t5x_python PYTHON]] [--constraints]
+        [--t5x PATH [--t5x_python PYTHON]] [--constraints | --labels 10 100 1000]
 
 The default is the 77 M-parameter T5 1.1 small (8+8 layers, width 512, 6 heads of 64, mlp 1024, vocabulary 32128) with
 random parameters. A decoding is `predict_batch_with_aux`, encoder included, with an end token that never occurs: all
@@ -12,6 +12,9 @@ nothing is drawn. Beam search is set against greedy search of as many rows, wher
 
 With `--constraints`, each search decodes in turn without and with each constraint, and the ratios are medians of pairs.
 Allowed outputs have as many tokens as are decoded, so that all steps are taken.
+
+With `--labels`, the scores of so many labels of `--tokens` tokens, greedy search of as many tokens, and the scoring of
+one label as targets are measured in turn. Scoring each label as targets takes the time of one times their number.
 """
 
 import argparse
@@ -70,6 +73,9 @@ def main() -> None:
   )
   parser.add_argument(
     '--constraints', action='store_true', help='measure constraints, without a peer'
+  )
+  parser.add_argument(
+    '--labels', type=common.positive, nargs='+', metavar='N', help='measure scores of N labels'
   )
   args = t5x_process.parse_args(parser)
 
@@ -193,6 +199,48 @@ def main() -> None:
       f'Constraints ({args.dtype}, batch {args.batch} x {args.inputs}, {args.tokens} tokens)',
       rows,
       ('what', 'step without, ms', 'ratio', 'compile, s'),
+    )
+    return
+
+  if args.labels:
+    batch = batch_of(args.batch)
+    _, _, greedy, _ = compiled(ours(decoding.greedy_search), our_params, batch)
+    targets = jnp.ones((args.batch, args.tokens), jnp.int32)
+    pairs = {**batch, 'decoder_target_tokens': targets}
+    _, _, score, _ = compiled(
+      lambda params, batch, rng: model(None).score_batch(params, batch), our_params, pairs
+    )
+    rows = []
+    for num_labels in args.labels:
+      ids = np.random.default_rng(0).integers(2, args.vocab, (num_labels, args.tokens - 1))
+      config_of_labels = decoding.LabelScores(labels=[str(row.tolist()) for row in ids])
+      labels = decoding.EncodedLabels(config_of_labels, ids.tolist(), 1)
+      compile_seconds, _, run, temporaries = compiled(ours(labels, eos_id=1), our_params, batch)
+      times = [(run(), greedy(), score()) for _ in range(args.repeats)]
+      seconds, of_greedy, of_pairs = map(statistics.median, zip(*times, strict=True))
+      rows.append(
+        (
+          num_labels,
+          seconds,
+          of_greedy,
+          seconds / of_greedy,
+          of_pairs * num_labels,
+          compile_seconds,
+          temporaries,
+        )
+      )
+    common.print_table(
+      f'Labels ({args.dtype}, batch {args.batch} x {args.inputs}, {args.tokens} tokens)',
+      rows,
+      (
+        'labels',
+        's',
+        'greedy, s',
+        'ratio',
+        'each pair, s',
+        'compile, s',
+        'temporaries, MB',
+      ),
     )
     return
 

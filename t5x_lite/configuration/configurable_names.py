@@ -73,6 +73,7 @@ CALLED: dict[str, str] = {
   't5x_lite.data.vocabularies': (
     'ByteVocabulary PassThroughVocabulary round_vocab_size_to_multiple SentencePieceVocabulary'
   ),
+  't5x_lite.decoding.label_scores': 'LabelScores',
   't5x_lite.decoding.minimum_bayes_risk': 'MinimumBayesRisk',
   't5x_lite.decoding.state': 'DecodeContract',
   't5x_lite.evaluation.config': 'Evaluation InferenceEvalConfig Threshold When',

@@ -283,7 +283,7 @@ class FileTask(TaskDescription):
     if self.validation_fraction is not None:
       line += f' for the split {split!r}'
     if skipped:
-      line += f', {skipped:,} bad ones skipped'
+      line += f', skipped {skipped:,} bad'
     if columns is not None:
       line += f', columns {", ".join(columns)}'
     texts = []

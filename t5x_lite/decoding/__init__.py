@@ -19,11 +19,8 @@ __getattr__, __dir__, __all__ = lazy_names(
     ),
     't5x_lite.decoding.constraints': ('Constraints',),
     't5x_lite.decoding.greedy': ('greedy_search',),
-    't5x_lite.decoding.minimum_bayes_risk': (
-      'MinimumBayesRisk',
-      'identity_of',
-      'minimum_bayes_risk_of',
-    ),
+    't5x_lite.decoding.label_scores': ('EncodedLabels', 'LabelScores', 'encoded', 'labels_of'),
+    't5x_lite.decoding.minimum_bayes_risk': ('MinimumBayesRisk', 'minimum_bayes_risk_of'),
     't5x_lite.decoding.sampling': ('temperature_sample',),
     't5x_lite.decoding.state': (
       'BeamState',
@@ -44,6 +41,7 @@ __getattr__, __dir__, __all__ = lazy_names(
       'accepts_padding_rows',
       'contract_of',
       'declare',
+      'identity_of',
     ),
     't5x_lite.decoding.topk': (
       'float32_bsearch',

@@ -163,27 +163,59 @@ def read_allowed_outputs(path: str, vocabulary: Any) -> AllowedOutputs:
   Raises:
     ConfigError: the file is missing, empty or not UTF-8, or the vocabulary cannot encode a line.
   """
-  option = 'allowed_outputs'
+  lines = read_lines('allowed_outputs', path, 'output')
+  outputs = encode_lines('allowed_outputs', lines, f'of {path}', vocabulary)
+  return AllowedOutputs(outputs, vocabulary.eos_id)
+
+
+def read_lines(option: str, path: str, what: str) -> list[str]:
+  """Return the lines of a file of UTF-8 text with one text a line.
+
+  Args:
+    option: name of the option, for errors.
+    path: path of the file.
+    what: noun for a text, such as 'output'.
+
+  Raises:
+    ConfigError: the file is missing, empty or not UTF-8.
+  """
   try:
     text = untrusted.read_regular(files.path(path), _MAX_BYTES).decode('utf-8-sig')
   except (OSError, UnicodeDecodeError, InvalidFileError) as error:
     raise ConfigError(
-      f'`{option}` must be a file of UTF-8 text with one output a line, got {path!r}: {error}. Correct the path or the '
+      f'`{option}` must be a file of UTF-8 text with one {what} a line, got {path!r}: {error}. Correct the path or the '
       'file.'
     ) from error
   if not text:
     raise checks.invalid(
       '',
       option,
-      'a file with one output a line',
+      f'a file with one {what} a line',
       path,
-      'The file is empty. Write the outputs into it.',
+      f'The file is empty. Write the {what}s into it.',
     )
-  outputs = []
-  unknown = getattr(vocabulary, 'unk_id', None)
   # Not `splitlines`: texts may have other characters that Unicode counts as line breaks.
-  for number, line in enumerate(text.removesuffix('\n').split('\n'), start=1):
-    line = line.removesuffix('\r')
+  lines = text.removesuffix('\n').split('\n')
+  return [line.removesuffix('\r') for line in lines]
+
+
+def encode_lines(
+  option: str, lines: Sequence[str], source: str, vocabulary: Any
+) -> list[list[int]]:
+  """Return the token ids of each line, without the end token.
+
+  Args:
+    option: name of the option, for errors.
+    lines: texts to encode.
+    source: what has the lines, for errors, such as 'of labels.txt'.
+    vocabulary: vocabulary of the targets.
+
+  Raises:
+    ConfigError: the vocabulary cannot encode a line.
+  """
+  encoded = []
+  unknown = getattr(vocabulary, 'unk_id', None)
+  for number, line in enumerate(lines, start=1):
     ids = list(vocabulary.encode(line))
     problem = ''
     if not ids:
@@ -194,7 +226,7 @@ def read_allowed_outputs(path: str, vocabulary: Any) -> AllowedOutputs:
       problem = 'contains the text of the end token. Remove this text'
     if problem:
       raise ConfigError(
-        f'`{option}` must be outputs of the target vocabulary, but line {number} of {path}, {line!r}, {problem}.'
+        f'`{option}` must be texts of the target vocabulary, but line {number} {source}, {line!r}, {problem}.'
       )
-    outputs.append(ids)
-  return AllowedOutputs(outputs, vocabulary.eos_id)
+    encoded.append(ids)
+  return encoded

@@ -17,28 +17,37 @@ from t5x_lite import checks
 from t5x_lite.decoding.allowed_outputs import AllowedOutputs
 from t5x_lite.decoding.allowed_outputs import read_allowed_outputs
 from t5x_lite.decoding.state import EXCLUDED_VALUE
+from t5x_lite.decoding.state import LogitProcessor
 from t5x_lite.decoding.state import ProcessFn
 from t5x_lite.decoding.state import ProcessorInputs
-from t5x_lite.types import Array
+from t5x_lite.types import Array, PyTree
 
 # Id of columns without a token; larger than all ids, so that scatters skip it.
 _NO_TOKEN = np.iinfo(np.int32).max
 
 
-class _History(NamedTuple):
-  """State of each row.
+class _Seen(NamedTuple):
+  """State of each row for constraints on repetitions.
 
   Attributes:
     num_tokens: <int32>[rows], number of tokens read, including start token and prompt.
-    num_prompt: <int32>[rows], number of those in the prompt and the start token.
-    tokens: <int32>[rows, max_length], the tokens read, then _NO_TOKEN; None if no constraint reads it.
-    node: <int32>[rows], node of the decoded tokens in the trie; None without one.
+    tokens: <int32>[rows, max_length], the tokens read, then _NO_TOKEN.
   """
 
   num_tokens: Array
-  num_prompt: Array
-  tokens: Array | None
-  node: Array | None
+  tokens: Array
+
+
+class _Prefix(NamedTuple):
+  """State of each row for allowed outputs.
+
+  Attributes:
+    num_decoded: <int32>[rows], number of tokens read after the prompt; negative within it.
+    node: <int32>[rows], node of the decoded tokens in the trie.
+  """
+
+  num_decoded: Array
+  node: Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,88 +125,118 @@ class Constraints:
     allowed = read_allowed_outputs(self.allowed_outputs, vocabulary)
     return dataclasses.replace(self, allowed_outputs=allowed)
 
-  def __call__(self, inputs: ProcessorInputs) -> tuple[_History, ProcessFn]:
-    """Return the state of rows before the first step, and the function of a step; see `LogitProcessor`.
+  def __call__(self, inputs: ProcessorInputs) -> tuple[tuple[PyTree, ...], ProcessFn]:
+    """Return the states of rows before the first step, and the function of a step; see `LogitProcessor`.
 
     Raises:
       ConfigError: the sequences are too short for a constraint, or the outputs of a file are not `encoded`.
     """
-    if self.min_decode_len > inputs.max_decoded:
+    started = [start(inputs) for start in self._processors()]
+
+    def process(
+      states: tuple[PyTree, ...], token: Array, logits: Array
+    ) -> tuple[tuple[PyTree, ...], Array]:
+      new_states = []
+      for state, (_, process_one) in zip(states, started, strict=True):
+        state, logits = process_one(state, token, logits)
+        new_states.append(state)
+      return tuple(new_states), logits
+
+    return tuple(state for state, _ in started), process
+
+  def _processors(self) -> list[LogitProcessor]:
+    """Return a processor for each constraint, in the order of application."""
+    found: list[LogitProcessor] = []
+    if self.no_repeat_ngram_size or self.repetition_penalty != 1:
+      found.append(
+        functools.partial(_start_repetitions, self.repetition_penalty, self.no_repeat_ngram_size)
+      )
+    if self.min_decode_len:
+      found.append(functools.partial(_start_min_length, self.min_decode_len))
+    if isinstance(self.allowed_outputs, str):
       raise checks.invalid(
         '',
-        'min_decode_len',
-        f'at most the number of tokens to decode, {inputs.max_decoded}',
-        self.min_decode_len,
-        'Reduce it, or increase the length of targets.',
-      )
-    allowed = self.allowed_outputs
-    checks.check(
-      '',
-      vars(self),
-      allowed_outputs=checks.instance(
-        AllowedOutputs,
-        'AllowedOutputs, since a decoding function has no vocabulary,',
+        'allowed_outputs',
+        'AllowedOutputs, since a decoding function has no vocabulary, or None',
+        self.allowed_outputs,
         'Call Constraints.encoded, or set the constraints of the model.',
-      ).or_none(),
-    )
-    if allowed is not None:
-      _check_allowed(allowed, inputs)
-    num_rows = inputs.tokens.shape[0]
-    tokens = None
-    if self.no_repeat_ngram_size or self.repetition_penalty != 1:
-      missing = inputs.max_length - inputs.tokens.shape[1]
-      tokens = jnp.pad(inputs.tokens.astype(jnp.int32), ((0, 0), (0, max(0, missing))))
-      tokens = tokens[:, : inputs.max_length]
-      is_read = jnp.arange(inputs.max_length) < inputs.num_cached[:, None]
-      tokens = jnp.where(is_read, tokens, _NO_TOKEN)
-    history = _History(
-      num_tokens=inputs.num_cached,
-      num_prompt=1 + jnp.sum(inputs.tokens[:, 1:] != 0, axis=1, dtype=jnp.int32),
-      tokens=tokens,
-      node=None if allowed is None else allowed.start(num_rows),
-    )
-    return history, functools.partial(self._process, inputs.ends)
+      )
+    if self.allowed_outputs is not None:
+      found.append(functools.partial(_start_allowed, self.allowed_outputs))
+    return found
 
-  def _process(
-    self, ends: tuple[int, ...], history: _History, token: Array, logits: Array
-  ) -> tuple[_History, Array]:
-    history = self._read(history, token)
-    if self.repetition_penalty != 1:
-      logits = jax.vmap(self._penalize)(logits, history.tokens)
-    if self.no_repeat_ngram_size:
-      repeating = _repeating(history.tokens, history.num_tokens, self.no_repeat_ngram_size)
+
+def _num_decoded(inputs: ProcessorInputs) -> Array:
+  """Return <int32>[rows], number of cached tokens after the prompt and the start token; negative within them."""
+  return inputs.num_cached - 1 - jnp.sum(inputs.tokens[:, 1:] != 0, axis=1, dtype=jnp.int32)
+
+
+def _start_repetitions(
+  penalty: float, ngram_size: int, inputs: ProcessorInputs
+) -> tuple[_Seen, ProcessFn]:
+  """Start the processor of `repetition_penalty` and `no_repeat_ngram_size`, which read the same tokens."""
+  missing = inputs.max_length - inputs.tokens.shape[1]
+  tokens = jnp.pad(inputs.tokens.astype(jnp.int32), ((0, 0), (0, max(0, missing))))
+  tokens = tokens[:, : inputs.max_length]
+  is_read = jnp.arange(inputs.max_length) < inputs.num_cached[:, None]
+
+  def process(seen: _Seen, token: Array, logits: Array) -> tuple[_Seen, Array]:
+    is_next = jnp.arange(seen.tokens.shape[1]) == seen.num_tokens[:, None]
+    seen = _Seen(seen.num_tokens + 1, jnp.where(is_next, token[:, None], seen.tokens))
+    if penalty != 1:
+      logits = jax.vmap(functools.partial(_penalize, penalty))(logits, seen.tokens)
+    if ngram_size:
+      repeating = _repeating(seen.tokens, seen.num_tokens, ngram_size)
       logits = jax.vmap(_exclude)(logits, repeating)
-    if self.min_decode_len:
-      num_decoded = history.num_tokens - history.num_prompt
-      is_too_short = num_decoded + 1 < self.min_decode_len
-      is_end = jnp.isin(jnp.arange(logits.shape[-1]), jnp.asarray(ends))
-      logits = jnp.where(is_too_short[:, None] & is_end, EXCLUDED_VALUE, logits)
-    if self.allowed_outputs is not None:
-      is_allowed = self.allowed_outputs.allowed(history.node, logits.shape[-1])
-      logits = jnp.where(is_allowed, logits, EXCLUDED_VALUE)
-    return history, logits
+    return seen, logits
 
-  def _read(self, history: _History, token: Array) -> _History:
-    """Return the state after the input tokens <int32>[rows] of a step."""
-    tokens = history.tokens
-    if tokens is not None:
-      is_next = jnp.arange(tokens.shape[1]) == history.num_tokens[:, None]
-      tokens = jnp.where(is_next, token[:, None], tokens)
-    node = history.node
-    if self.allowed_outputs is not None:
-      # Prompts are not part of an output.
-      is_decoded = history.num_tokens >= history.num_prompt
-      node = jnp.where(is_decoded, self.allowed_outputs.advance(node, token), node)
-    return history._replace(num_tokens=history.num_tokens + 1, tokens=tokens, node=node)
+  return _Seen(inputs.num_cached, jnp.where(is_read, tokens, _NO_TOKEN)), process
 
-  def _penalize(self, logits: Array, tokens: Array) -> Array:
-    """Return the logits <float32>[vocab] of a row, changed where `tokens` <int32>[n] are."""
-    before = jnp.take(logits, tokens, mode='clip')
-    after = jnp.where(
-      before < 0, before * self.repetition_penalty, before / self.repetition_penalty
+
+def _start_min_length(min_decode_len: int, inputs: ProcessorInputs) -> tuple[Array, ProcessFn]:
+  """Start the processor of `min_decode_len`, whose state is the number of decoded tokens, <int32>[rows]."""
+  if min_decode_len > inputs.max_decoded:
+    raise checks.invalid(
+      '',
+      'min_decode_len',
+      f'at most the number of tokens to decode, {inputs.max_decoded}',
+      min_decode_len,
+      'Reduce it, or increase the length of targets.',
     )
-    # Equal tokens write equal values.
-    return logits.at[tokens].set(after, mode='drop')
+
+  def process(num_decoded: Array, token: Array, logits: Array) -> tuple[Array, Array]:
+    del token
+    num_decoded = num_decoded + 1
+    is_too_short = num_decoded + 1 < min_decode_len
+    is_end = jnp.isin(jnp.arange(logits.shape[-1]), jnp.asarray(inputs.ends))
+    return num_decoded, jnp.where(is_too_short[:, None] & is_end, EXCLUDED_VALUE, logits)
+
+  return _num_decoded(inputs), process
+
+
+def _start_allowed(allowed: AllowedOutputs, inputs: ProcessorInputs) -> tuple[_Prefix, ProcessFn]:
+  """Start the processor of `allowed_outputs`."""
+  _check_allowed(allowed, inputs)
+
+  def process(prefix: _Prefix, token: Array, logits: Array) -> tuple[_Prefix, Array]:
+    # Prompts are not part of an output.
+    is_decoded = prefix.num_decoded >= 0
+    node = jnp.where(is_decoded, allowed.advance(prefix.node, token), prefix.node)
+    is_allowed = allowed.allowed(node, logits.shape[-1])
+    return (
+      _Prefix(prefix.num_decoded + 1, node),
+      jnp.where(is_allowed, logits, EXCLUDED_VALUE),
+    )
+
+  return _Prefix(_num_decoded(inputs), allowed.start(inputs.tokens.shape[0])), process
+
+
+def _penalize(penalty: float, logits: Array, tokens: Array) -> Array:
+  """Return the logits <float32>[vocab] of a row, changed where `tokens` <int32>[n] are."""
+  before = jnp.take(logits, tokens, mode='clip')
+  after = jnp.where(before < 0, before * penalty, before / penalty)
+  # Equal tokens write equal values.
+  return logits.at[tokens].set(after, mode='drop')
 
 
 def _check_allowed(allowed: AllowedOutputs, inputs: ProcessorInputs) -> None:

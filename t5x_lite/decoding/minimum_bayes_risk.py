@@ -152,14 +152,6 @@ class MinimumBayesRisk:
     return found.reshape(len(texts), len(texts))
 
 
-def identity_of(decode_fn: Any) -> Any:
-  """Return a JSON value that names a decoding function, for records of what results depend on."""
-  rule = minimum_bayes_risk_of(decode_fn)
-  if rule is not None:
-    return rule.identity
-  return repr(getattr(decode_fn, '__qualname__', decode_fn))
-
-
 def minimum_bayes_risk_of(decode_fn: Any) -> MinimumBayesRisk | None:
   """Return the `MinimumBayesRisk` that a decoding function is, or has inside its partials; None for all others."""
   while isinstance(decode_fn, functools.partial):

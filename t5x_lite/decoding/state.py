@@ -189,7 +189,7 @@ class DecodeFnCallable(Protocol):
 
     Returns:
       (<int32>[batch, num_decodes, length] sequences, <float32>[batch, num_decodes] scores), each row in ascending order
-      of scores: the best is the last.
+      of scores: the best is the last. Scores may have more dims, as those of `LabelScores`.
     """
     ...
 
@@ -258,6 +258,19 @@ def contract_of(decode_fn: Callable[..., Any]) -> DecodeContract:
       return DecodeContract()
     decode_fn = inner
   return contract
+
+
+def identity_of(decode_fn: Any) -> Any:
+  """Return a JSON value that names a decoding function, for records of what results depend on.
+
+  It is the attribute `identity` of the function or of what is inside its partials, if there is one.
+  """
+  inner = decode_fn
+  while isinstance(inner, functools.partial):
+    inner = inner.func
+  if hasattr(inner, 'identity'):
+    return inner.identity
+  return repr(getattr(decode_fn, '__qualname__', decode_fn))
 
 
 def accepts_padding_rows(decode_fn: _Function) -> _Function:

@@ -147,7 +147,8 @@ class InferenceEvalConfig:
     metric_fns: functions of (targets, predictions), lists after the task's postprocessing, or of (targets, scores),
       that return metrics by name; `data.metrics` has them by name. They replace all metrics of the tasks; None keeps
       those of the tasks.
-    decode_fn: decoding algorithm of the predictions, e.g. `decoding.MinimumBayesRisk`; None for that of the model.
+    decode_fn: decoding algorithm of the predictions, e.g. `decoding.MinimumBayesRisk`; or
+      `decoding.LabelScores`; None for that of the model.
 
   Raises:
     ConfigError: a number is out of range.
@@ -158,7 +159,7 @@ class InferenceEvalConfig:
   batch_by_length: bool = True
   max_num_lengths: int = 4
   metric_fns: Sequence[_TaskMetricFn] | None = None
-  decode_fn: decoding.DecodeFnCallable | None = None
+  decode_fn: decoding.DecodeFnCallable | decoding.LabelScores | None = None
 
   def __post_init__(self):
     checks.check(

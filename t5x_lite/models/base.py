@@ -126,11 +126,13 @@ class BaseModel(subclassing.WithFeatureConverter, abc.ABC):
       'Remove it, or derive the model from models.BaseTransformerModel.',
     )
 
-  def with_decode_fn(self, decode_fn: decoding.DecodeFnCallable) -> 'BaseModel':
+  def with_decode_fn(
+    self, decode_fn: decoding.DecodeFnCallable | decoding.LabelScores
+  ) -> 'BaseModel':
     """Return a copy of this model with another decoding algorithm; by default unsupported.
 
     Args:
-      decode_fn: decoding algorithm.
+      decode_fn: decoding algorithm, or labels to score.
 
     Raises:
       ConfigError: the model has no decoding algorithm, or an error of `decoding.contract_of`.
@@ -228,7 +230,7 @@ class BaseTransformerModel(BaseModel):
     input_vocabulary: vocabulary of the inputs.
     output_vocabulary: vocabulary of the targets; both are used through `vocab_size`, `eos_id`, `pad_id` and `decode`.
     optimizer_def: the optimizer, or None for a model that is never trained.
-    decode_fn: decoding algorithm of predictions.
+    decode_fn: decoding algorithm of predictions; or `decoding.LabelScores`, which scores labels instead.
     constraints: constraints on predictions, which `decode_fn` must support. They replace a `logit_processor` of
       `decode_fn`. None for none.
     label_smoothing: probability mass, in [0, 1), moved from the target to all other ids.
@@ -264,7 +266,7 @@ class BaseTransformerModel(BaseModel):
     input_vocabulary: Any,
     output_vocabulary: Any,
     optimizer_def: Any,
-    decode_fn: decoding.DecodeFnCallable | None = None,
+    decode_fn: decoding.DecodeFnCallable | decoding.LabelScores | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     loss_normalizing_factor: losses.LossNormalizingFactor = None,
@@ -294,7 +296,7 @@ class BaseTransformerModel(BaseModel):
         'In gin, write metric_fns = [@my_module.my_metric] without parentheses.',
       ),
     )
-    _check_decode_fn(decode_fn)
+    decode_fn = _usable_decode_fn(decode_fn, output_vocabulary)
     _check_network(module)
     # The vocabularies of any other network are checked against its logits when it is initialized.
     if isinstance(module, Network):
@@ -353,11 +355,12 @@ class BaseTransformerModel(BaseModel):
     """Decoding algorithm of predictions."""
     return self._decode_fn
 
-  def with_decode_fn(self, decode_fn: decoding.DecodeFnCallable) -> 'BaseTransformerModel':
+  def with_decode_fn(
+    self, decode_fn: decoding.DecodeFnCallable | decoding.LabelScores
+  ) -> 'BaseTransformerModel':
     """Return a copy of this model with another decoding algorithm; see `BaseModel.with_decode_fn`."""
-    _check_decode_fn(decode_fn)
     model = copy.copy(self)
-    model._decode_fn = decode_fn
+    model._decode_fn = _usable_decode_fn(decode_fn, self.output_vocabulary)
     return model
 
   @property
@@ -643,7 +646,8 @@ class BaseTransformerModel(BaseModel):
     return scores, {**intermediates, 'decoder': {**intermediates.get('decoder', {}), **known}}
 
 
-def _check_decode_fn(decode_fn):
+def _usable_decode_fn(decode_fn, vocabulary):
+  decode_fn = decoding.encoded(decode_fn, vocabulary)
   checks.check(
     '',
     locals(),
@@ -653,6 +657,7 @@ def _check_decode_fn(decode_fn):
   )
   if decode_fn is not None:
     decoding.contract_of(decode_fn)
+  return decode_fn
 
 
 def _encoded(constraints, vocabulary, owner):

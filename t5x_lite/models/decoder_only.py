@@ -18,6 +18,7 @@ from t5x_lite.models import vocabulary_size
 from t5x_lite.types import Array, Batch, Params
 
 _PREFIX = 'decoder_causal_attention'
+_DECODED_FEATURES = ('decoder_input_tokens', _PREFIX)
 _PACKING_FEATURES = ('decoder_segment_ids', 'decoder_positions')
 
 
@@ -59,7 +60,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
     module: nn.Module,
     vocabulary: Any,
     optimizer_def: Any,
-    decode_fn: decoding.DecodeFnCallable = decoding.temperature_sample,
+    decode_fn: decoding.DecodeFnCallable | decoding.LabelScores = decoding.temperature_sample,
     inputs_bidirectional_attention: bool = False,
     feature_converter_cls: Any = None,
     label_smoothing: float = 0.0,
@@ -184,7 +185,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
     Returns:
       (<int32>[batch, length] decoded tokens without the inputs, padded with 0, {'scores': <float32>[batch]}) of the
       best sequences, or with `return_all_decodes` ([batch, num_decodes, length], {'scores': [batch, num_decodes]}),
-      best last.
+      best last. Scores of `decoding.LabelScores` have one more dim, the labels.
 
     Raises:
       ConfigError: a packed batch, unmarked inputs, or options that `decode_fn` does not support; see
@@ -201,13 +202,15 @@ class DecoderOnlyModel(base.BaseTransformerModel):
       prefilled=True,
       constraints=self.constraints,
     )
+    num_columns = batch['decoder_input_tokens'].shape[1]
+    length = generation.decode_length(self.decode_fn, num_columns, prefilled=True)
+    batch = {name: generation.resize(batch[name], length) for name in _DECODED_FEATURES}
     is_prompt = batch[_PREFIX] > 0
     # Padding rows have no start token. They get a prompt that leaves one token to decode, so that they end at once.
     padding_mask = ~jnp.any(is_prompt, axis=1)
     prompt = jnp.where(
       padding_mask[:, None], 1, jnp.where(is_prompt, batch['decoder_input_tokens'], 0)
     )
-    length = prompt.shape[1]
     num_inputs = jnp.where(padding_mask, length, jnp.sum(is_prompt, axis=1, dtype=jnp.int32)) - 1
     apply = functools.partial(
       base.apply_module,
@@ -251,7 +254,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
     # The first decoded token of a row is at the position of its last input token.
     sequences = jax.vmap(generation.remove_prefix, in_axes=(1, None), out_axes=1)(
       sequences, num_inputs
-    )
+    )[:, :, :num_columns]
     if return_all_decodes:
       return sequences, {'scores': scores}
     return sequences[:, -1], {'scores': scores[:, -1]}

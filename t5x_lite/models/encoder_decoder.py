@@ -83,7 +83,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     input_vocabulary: Any,
     output_vocabulary: Any,
     optimizer_def: Any,
-    decode_fn: decoding.DecodeFnCallable = decoding.beam_search,
+    decode_fn: decoding.DecodeFnCallable | decoding.LabelScores = decoding.beam_search,
     feature_converter_cls: Any = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -120,7 +120,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     self.decoder_start_id = decoder_start_id
     self._default_decoder_params = default_decoder_params or DecoderParams()
     generation.check_decoder_options(
-      decode_fn, self._default_decoder_params.num_decodes, 'models.DecoderParams.num_decodes'
+      self.decode_fn, self._default_decoder_params.num_decodes, 'models.DecoderParams.num_decodes'
     )
 
   def get_initial_variables(self, rng, input_shapes, input_types=None):
@@ -242,7 +242,8 @@ class EncoderDecoderModel(base.BaseTransformerModel):
 
     Returns:
       (<int32>[batch, length] tokens, {'scores': <float32>[batch]}) of the best sequences, or with
-      `return_all_decodes` ([batch, num_decodes, length], {'scores': [batch, num_decodes]}), best last.
+      `return_all_decodes` ([batch, num_decodes, length], {'scores': [batch, num_decodes]}), best last. Scores of
+      `decoding.LabelScores` have one more dim, the labels.
 
     Raises:
       ConfigError: a packed batch, a missing feature, or options that `decode_fn` does not support; see
@@ -270,6 +271,9 @@ class EncoderDecoderModel(base.BaseTransformerModel):
       prompt = generation.prompt_from_targets(decoder_inputs, options['eos_id'])
     else:
       prompt = jnp.zeros_like(decoder_inputs)
+    prompt = generation.resize(
+      prompt, generation.decode_length(self.decode_fn, prompt.shape[1], prompt_with_targets)
+    )
     sequences, scores = generation.generate(
       self.module,
       params,
@@ -282,6 +286,8 @@ class EncoderDecoderModel(base.BaseTransformerModel):
       flax_mutables=flax_mutables,
       **options,
     )
+    if prompt.shape != decoder_inputs.shape:
+      sequences = generation.resize(sequences, decoder_inputs.shape[1])
     if return_all_decodes is None:
       return_all_decodes = defaults.return_all_decodes
     if return_all_decodes:

@@ -109,14 +109,23 @@ def generate(
     decoder_params['padding_mask'] = padding_mask
   cache = share_beams(module, cache, decode_fn, num_decodes)
 
-  if not collections.get('cross_cache'):
-    # [batch * num_decodes, ...]: without a cache of its keys and values, each decode attends to the encoder's output.
-    encoded = decoding.flat_batch_beam_expand(encoded, num_decodes)
-    encoder_input_tokens = decoding.flat_batch_beam_expand(encoder_input_tokens, num_decodes)
+  def repeat_inputs(copies: int) -> tuple[Array, Array]:
+    if collections.get('cross_cache'):
+      return encoded, encoder_input_tokens
+    # [batch * copies, ...]: without a cache of its keys and values, each decode attends to the encoder's output.
+    return (
+      decoding.flat_batch_beam_expand(encoded, copies),
+      decoding.flat_batch_beam_expand(encoder_input_tokens, copies),
+    )
+
+  batch_size = decoder_prompt.shape[0]
+  repeated = {num_decodes: repeat_inputs(num_decodes)}  # before the loop
 
   def tokens_to_logits(state: decoding.DecodingState) -> tuple[Array, Mapping[str, Any]]:
     check_fits_cache(state, max_decode_length)
-    logits, cache = decode(encoded, encoder_input_tokens, state.cur_token, state.cache)
+    copies = state.cur_token.shape[0] // batch_size
+    inputs = repeated.get(copies) or repeat_inputs(copies)
+    logits, cache = decode(*inputs, state.cur_token, state.cache)
     return jnp.squeeze(logits, axis=1), cache
 
   return call_decode_fn(
@@ -150,7 +159,7 @@ def call_decode_fn(
   shapes = [getattr(x, 'shape', type(x).__name__) for x in results]
   rows = (inputs.shape[0], num_decodes)
   is_valid = len(shapes) == 2 and len(shapes[0]) == 3
-  if not is_valid or shapes[0][:2] != rows or shapes[1] != rows:
+  if not is_valid or shapes[0][:2] != rows or shapes[1][:2] != rows:
     raise errors.ConfigError(
       f'`decode_fn` must return (sequences of shape [batch, num_decodes, length], scores [batch, num_decodes]) with '
       f'batch={rows[0]} and num_decodes={num_decodes}, got {shapes} from {_name(decode_fn)}. Return both arrays.'
@@ -203,6 +212,35 @@ def check_fits_cache(state: decoding.DecodingState, max_decode_length: int) -> N
       f'The sequences of decode_fn (max_decode_len) must have at most {max_decode_length} tokens, the length of '
       f'decoder_input_tokens, got {length}. Remove max_decode_len, or increase task_feature_lengths.'
     )
+
+
+def decode_length(decode_fn: decoding.DecodeFnCallable, length: int, prefilled: bool) -> int:
+  """Return the number of positions of the cache for a decoding algorithm.
+
+  Labels get as many as they need, after all prompts: a cut label would have another score.
+
+  Args:
+    decode_fn: decoding algorithm.
+    length: number of columns of `decoder_input_tokens`.
+    prefilled: True if decoding starts after prompts.
+
+  Raises:
+    ConfigError: a label is longer.
+  """
+  labels = decoding.labels_of(decode_fn)
+  if labels is None:
+    return length
+  labels.check_length(length)
+  if prefilled:
+    return length + labels.max_length
+  return labels.max_length
+
+
+def resize(x: Array, length: int) -> Array:
+  """Return [..., `length`], the last dim of `x` cut or padded with 0."""
+  if x.shape[-1] >= length:
+    return x[..., :length]
+  return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, length - x.shape[-1])])
 
 
 def prompt_lengths(prompt: Array) -> Array:

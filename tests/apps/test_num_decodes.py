@@ -1,6 +1,5 @@
 """The number of decodes that a configuration binds reaches decoding in every command, or is an error before a run."""
 
-import io
 import json
 
 import gin
@@ -13,30 +12,11 @@ from t5x_lite.models import token_losses
 from tests.apps.common import cloze_run
 
 _METHOD = '--gin.models.EncoderDecoderModel.predict_batch_with_aux'
-_LENGTHS = {'inputs': 16, 'targets': 4}
-_MODEL = [
-  '--gin_file=recipes/keyword_cloze.gin',
-  *(f'--gin.{each}' for each in cloze_run.bindings(_LENGTHS)),
-  '--gin.BATCH_SIZE=8',
-]
 _BEAM = '--gin.models.EncoderDecoderModel.decode_fn=@decoding.beam_search'
 
 
-@pytest.fixture(autouse=True)
-def _clear():
-  yield
-  gin.clear_config()
-
-
-@pytest.fixture(scope='module')
-def run(tmp_path_factory):
-  folder = tmp_path_factory.mktemp('run') / 'cloze'
-  cloze_run.save(folder, _LENGTHS)
-  return str(folder)
-
-
 @pytest.mark.parametrize('command', ['train', 'eval', 'infer', 'chat', 'export'])
-def test_bound_decodes_reach_decoding(command, run, tmp_path, monkeypatch, capsys):
+def test_bound_decodes_reach_decoding(command, command_line, tmp_path, monkeypatch):
   found, generate = [], generation.generate
 
   def spy(*args, num_decodes, **kwargs):
@@ -44,48 +24,18 @@ def test_bound_decodes_reach_decoding(command, run, tmp_path, monkeypatch, capsy
     return generate(*args, num_decodes=num_decodes, **kwargs)
 
   monkeypatch.setattr(generation, 'generate', spy)
-  monkeypatch.setattr('sys.stdin', io.TextIOWrapper(io.BytesIO(b'x\n'), encoding='utf-8'))
-  (tmp_path / 'in.txt').write_text('x\ny\n')
-  few = '--gin.evaluation.InferenceEvalConfig.num_examples=8'
-  arguments = {
-    'train': [
-      *_MODEL,
-      f'--gin.MODEL_DIR={tmp_path}/run',
-      '--gin.TRAIN_STEPS=1',
-      '--gin.EVAL_STEPS=1',
-      '--dry_run',
-    ],
-    'eval': [run, few, f'--gin.EVAL_OUTPUT_DIR={tmp_path}/eval'],
-    'infer': [run, f'--input={tmp_path}/in.txt', f'--output={tmp_path}/out.jsonl'],
-    'chat': [run],
-    'export': [run, f'--gin.MODEL_OUTPUT_DIR={tmp_path}'],
-  }[command]
-  assert (
-    cli.main(
-      [command, *arguments, _BEAM, f'{_METHOD}.num_decodes=3', f'{_METHOD}.return_all_decodes=True']
-    )
-    == 0
-  )
+  flags = [_BEAM, f'{_METHOD}.num_decodes=3', f'{_METHOD}.return_all_decodes=True']
+  if command == 'train':
+    flags.append('--dry_run')
+  assert cli.main([*command_line(command), *flags]) == 0
   assert set(found) == {3}
   if command == 'infer':
     rows = [json.loads(line) for line in (tmp_path / 'out.jsonl').read_text().splitlines()]
     assert [len(row['prediction']) for row in rows] == [3, 3]
-  del capsys
 
 
-def test_greedy_search_rejects_decodes_before_the_run(tmp_path, capsys):
-  assert (
-    cli.main(
-      [
-        'train',
-        *_MODEL,
-        f'--gin.MODEL_DIR={tmp_path}/run',
-        '--gin.TRAIN_STEPS=1',
-        f'{_METHOD}.num_decodes=3',
-      ]
-    )
-    == 2
-  )
+def test_greedy_search_rejects_decodes_before_the_run(command_line, tmp_path, capsys):
+  assert cli.main([*command_line('train'), f'{_METHOD}.num_decodes=3']) == 2
   message = capsys.readouterr().err
   assert (
     '`num_decodes` must be' in message
@@ -99,7 +49,10 @@ def test_greedy_search_rejects_decodes_before_the_run(tmp_path, capsys):
 
 def test_a_bound_method_keeps_the_declarations_of_the_class(tmp_path):
   more = 'from t5x_lite import models\nmodels.EncoderDecoderModel.predict_batch_with_aux.num_decodes = 1\n'
-  model = cloze_run.load(tmp_path, _LENGTHS, cloze_run.ONE_DEVICE + more).argument('model')
+  model = cloze_run.load(tmp_path, cloze_run.DECODED_LENGTHS, cloze_run.ONE_DEVICE + more).argument(
+    'model'
+  )
   assert layer_stacks.is_accepted_by(model, model.module) and token_losses.is_supported_by(model)
   changed = type('Changed', (type(model).__base__,), {})
   assert not layer_stacks.is_accepted_by(changed.__new__(changed))
+  gin.clear_config()

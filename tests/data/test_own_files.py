@@ -115,7 +115,7 @@ def test_bad_records_are_skipped_and_counted(tmp_path, caplog):
   with caplog.at_level(logging.INFO):
     assert _texts(task, 'train') == [row['answer'] for row in rows if row['answer']]
   assert f"{path}, line 4: the column 'answer' has no value (null)" in caplog.text
-  assert '38 records, 2 bad ones skipped' in caplog.text
+  assert '38 records, skipped 2 bad' in caplog.text
   iterator = cases.open(_cfg(task))
   assert iterator.sample_truncation().metrics['data/skipped_records'] == 2
   batches = cases.take(iterator, 2)

@@ -225,6 +225,15 @@ class HFModel:
       rtol=3e-5,
     )
 
+  def label_scores(self, batch: Batch, labels: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return float32 [batch, labels], log-likelihoods of labels, which are token ids with the end token."""
+    inputs = batch['encoder_input_tokens']
+    return records.get().ask(
+      f'{self.name}/label_scores',
+      self._inputs(inputs=inputs, labels=labels),
+      lambda: {'scores': _libraries().label_scores(self.live, inputs, labels)},
+    )['scores']
+
   def agrees(self, batch: Batch, length: int, ours: Any) -> dict[str, bool]:
     """Return whether logits and greedy tokens are ours, of weights that vary between machines.
 

@@ -1,5 +1,6 @@
 """PyTorch, transformers and CTranslate2: the only module that imports them. `make test` does not import it."""
 
+from collections.abc import Sequence
 import copy
 import importlib.util
 import json
@@ -138,6 +139,19 @@ def logits(model: Any, batch: Any) -> np.ndarray:
   """Return float32 [batch, length, vocab]."""
   with torch.no_grad():
     return forward(model, batch).numpy()
+
+
+def label_scores(model: Any, inputs: Any, labels: Sequence[Sequence[int]]) -> np.ndarray:
+  """Return float32 [batch, labels], the log-likelihood of each label, of all its tokens."""
+  rows = torch.from_numpy(inputs).long()
+  scores = []
+  with torch.no_grad():
+    for label in labels:
+      targets = torch.tensor([label] * len(rows))
+      outputs = model(input_ids=rows, attention_mask=(rows > 0).long(), labels=targets)
+      log_probs = outputs.logits.log_softmax(-1).gather(-1, targets[..., None])
+      scores.append(log_probs.sum(dim=(1, 2)))
+  return torch.stack(scores, dim=1).numpy()
 
 
 # ---- Training -------------------------------------------------------------------------------------------------------

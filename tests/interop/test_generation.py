@@ -1,4 +1,4 @@
-"""Greedy and beam search, with constraints too, give what `transformers.generate` gives for the same weights.
+"""Greedy and beam search, constraints and scores of labels give what `transformers` gives for the same weights.
 
 Greedy search agrees without changes. The two beam searches differ by design in four rules. The tests undo or avoid each
 of them, so that all sequences and scores must agree:
@@ -204,3 +204,25 @@ def test_beam_search_with_constraints(name):
     np.testing.assert_allclose(scores[compared], want_scores[compared], atol=3e-5, rtol=3e-6)
     num_compared += compared.sum()
   assert num_compared > 1
+
+
+def test_scores_of_labels():
+  # Of different lengths; the scores include the end token.
+  tokens = [[5], [5, 9], [9, 5, 7], [30, 2, 8, 8], [4]]
+  labels = decoding.LabelScores(labels=[str(ids) for ids in tokens])
+  family = reference.FAMILIES['t5_1_0']
+  models = [_model_that_ends(family, seed) for seed in (1, 2)]
+  wanted = [model.label_scores(batch, [[*ids, _EOS] for ids in tokens]) for model, batch in models]
+  ours = reference.our_model(
+    reference.our_module(family, 't5'), decode_fn=decoding.EncodedLabels(labels, tokens, _EOS)
+  )
+  predict = reference.jit(ours.predict_batch_with_aux)
+  for (model, batch), want in zip(models, wanted, strict=True):
+    inputs = {
+      'encoder_input_tokens': batch['encoder_input_tokens'],
+      'decoder_input_tokens': np.zeros((_ROWS, 5), np.int32),
+    }
+    sequences, aux = predict(reference.our_tree(model.tensors, family, 't5'), inputs)
+    np.testing.assert_allclose(aux['scores'], want, rtol=1e-5, atol=1e-5)
+    for row, best in zip(np.asarray(sequences), np.argmax(want, axis=1), strict=True):
+      assert np.trim_zeros(row, 'b').tolist() == [*tokens[best], _EOS]

@@ -4,6 +4,27 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'end_tokens_of_labels_have_no_score',
+    't5x_lite/decoding/label_scores.py',
+    'jnp.where(target > 0, ',
+    'jnp.where(target > 1, ',
+    'tests/decoding/test_label_scores.py::test_scores_are_those_of_each_pair',
+  ),
+  Mutant(
+    'scores_of_labels_are_in_the_order_of_lengths',
+    't5x_lite/decoding/label_scores.py',
+    'found[:, np.argsort(order)]',
+    'found[:, : len(order)]',
+    'tests/decoding/test_label_scores.py::test_scores_are_those_of_each_pair',
+  ),
+  Mutant(
+    'labels_of_a_full_row_overwrite_its_input',
+    't5x_lite/models/generation.py',
+    'return length + labels.max_length',
+    'return length',
+    'tests/decoding/test_label_scores.py::test_decoder_only_models_score_labels_after_their_inputs',
+  ),
+  Mutant(
     'beams_start_with_padding',
     't5x_lite/decoding/beam.py',
     'live_seqs = initial.live_seqs.at[:, :, 0].set(inputs[:, :1])',
@@ -112,15 +133,15 @@ MUTANTS = (
   Mutant(
     'the_end_token_does_not_count_for_the_least_length',
     't5x_lite/decoding/constraints.py',
-    'num_decoded + 1 < self.min_decode_len',
-    'num_decoded < self.min_decode_len',
+    'num_decoded + 1 < min_decode_len',
+    'num_decoded < min_decode_len',
     'tests/decoding/test_constraints.py::test_greedy_search_and_sampling_follow_the_rules',
   ),
   Mutant(
     'prompts_are_part_of_allowed_outputs',
     't5x_lite/decoding/constraints.py',
-    'history.num_tokens >= history.num_prompt',
-    'history.num_tokens > 0',
+    'prefix.num_decoded >= 0',
+    'prefix.num_decoded >= -1',
     'tests/decoding/test_constraints.py::test_prompts_are_not_part_of_an_allowed_output',
   ),
   Mutant(

@@ -10,13 +10,14 @@ from t5x_lite.apps.common.file_flags import EVAL_FLAGS
 from t5x_lite.apps.common.file_flags import add_file_arguments
 from t5x_lite.apps.common.file_flags import check_reads_files
 from t5x_lite.apps.common.file_flags import file_bindings
-from t5x_lite.apps.common.flags import DECODE_FNS
 from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.apps.common.flags import add_decode_argument
 from t5x_lite.apps.common.flags import add_gin_arguments
 from t5x_lite.apps.common.flags import add_seqio_arguments
 from t5x_lite.apps.common.flags import load_configuration
 from t5x_lite.apps.common.flags import with_run_file
+from t5x_lite.apps.common.labels import add_labels_argument
+from t5x_lite.apps.common.labels import decode_bindings
 from t5x_lite.apps.common.runs import FoundRun
 from t5x_lite.apps.common.runs import resolve_run
 from t5x_lite.errors import ConfigError, ExitCode
@@ -31,11 +32,11 @@ _PLACEHOLDERS = {
   'DROPOUT_RATE': '0.0',
   'INITIAL_CHECKPOINT_PATH': "'none'",
 }
-_DECODE = """
+_DECODE_HEADER = """
 from __gin__ import dynamic_registration
 from t5x_lite import decoding
 from t5x_lite import evaluation
-evaluation.InferenceEvalConfig.decode_fn = """
+"""
 # Modules that change no result, or whose values are compared with those of former results in another way.
 _NOT_SETTINGS = (
   't5x_lite.apps.evaluate',
@@ -70,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help='print the configuration and the checkpoints to evaluate, without evaluating',
   )
   add_decode_argument(parser)
+  add_labels_argument(parser)
   add_constraint_arguments(parser)
   add_file_arguments(parser, EVAL_FLAGS)
   add_gin_arguments(parser)
@@ -99,8 +101,9 @@ def run_command(invocation: Invocation) -> int:
     raise ConfigError(problem)
   if run is not None:
     overrides = _configure_run(run, flags, placeholders)
-  if flags.decode is not None:
-    overrides += _DECODE + DECODE_FNS[flags.decode] + '\n'
+  decode = decode_bindings(flags, 'evaluation.InferenceEvalConfig.decode_fn')
+  if decode:
+    overrides += _DECODE_HEADER + decode
   invocation = with_run_file(invocation, _RUN_FILE, 'evaluate')
   bindings = file_bindings(flags)
   configuration = load_configuration(invocation, placeholders, overrides, bindings)

@@ -158,10 +158,9 @@ class EvaluateConfig:
         'num_examples': self.infer_eval_cfg.num_examples,
         'by_seqio': self.inference_evaluator_cls is not None,
       }
-      if self.infer_eval_cfg.decode_fn is not None:
-        identity['inference_eval']['decode_fn'] = decoding.identity_of(
-          self.infer_eval_cfg.decode_fn
-        )
+      decode_fn = self.infer_eval_cfg.decode_fn or decoding.labels_of(self.model.decode_fn)
+      if decode_fn is not None:
+        identity['inference_eval']['decode_fn'] = decoding.identity_of(decode_fn)
     if eval_batches:
       identity['training_eval'] = {
         'tasks': {name: batches.num_examples for name, batches in eval_batches.items()},

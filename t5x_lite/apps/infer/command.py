@@ -15,7 +15,6 @@ from typing import Any
 from t5x_lite.apps.common.constraints import add_constraint_arguments
 from t5x_lite.apps.common.constraints import constrained_model
 from t5x_lite.apps.common.constraints import given_constraints
-from t5x_lite.apps.common.flags import DECODE_FNS
 from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.apps.common.flags import add_decode_argument
 from t5x_lite.apps.common.flags import add_gin_arguments
@@ -23,6 +22,8 @@ from t5x_lite.apps.common.flags import add_seqio_arguments
 from t5x_lite.apps.common.flags import join_cluster
 from t5x_lite.apps.common.flags import load_configuration
 from t5x_lite.apps.common.flags import with_run_file
+from t5x_lite.apps.common.labels import add_labels_argument
+from t5x_lite.apps.common.labels import decode_bindings
 from t5x_lite.apps.common.runs import resolve_run
 from t5x_lite.errors import ConfigError, ExitCode
 from t5x_lite.formatting import show
@@ -109,6 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
   decoding = parser.add_argument_group('decoding')
   add_decode_argument(decoding)
+  add_labels_argument(decoding)
   shards = parser.add_argument_group(
     'several workers, each started with the same flags except --shard_id'
   )
@@ -203,8 +205,7 @@ def _infer(invocation: Invocation, folder: str, name: str) -> list[str]:
     overrides.append(
       f'infer_script.infer.output_dir = {folder!r}\ninfer_script.infer.output_file = {name!r}\n'
     )
-  if flags.decode is not None:
-    overrides.append(f'infer_script.infer.decode_fn = {DECODE_FNS[flags.decode]}\n')
+  overrides.append(decode_bindings(flags, 'infer_script.infer.decode_fn'))
   overrides += [
     f'infer_script.infer.{flag} = {value}\n'
     for flag in ('num_shards', 'shard_id')
@@ -229,12 +230,16 @@ def _infer(invocation: Invocation, folder: str, name: str) -> list[str]:
     f'--gin.{name}': value for name, value in configuration.settings(_NOT_SETTINGS).items()
   }
   arguments = {'model': constrained_model(configuration, flags)}
-  for name in given_constraints(flags):
-    if configuration.argument('mode') == 'score':
-      raise ConfigError(
-        f"--{name} must be used with predictions, got mode='score'. Remove the flag, or set "
-        "--gin.infer_script.infer.mode='predict'."
-      )
+  only_predictions = list(given_constraints(flags))
+  if flags.labels_file is not None:
+    only_predictions.append('labels_file')
+  if only_predictions and configuration.argument('mode') == 'score':
+    raise ConfigError(
+      f"--{only_predictions[0]} must be used with predictions, got mode='score'. Remove the flag, or set "
+      "--gin.infer_script.infer.mode='predict'."
+    )
+  if flags.labels_file is not None:
+    arguments['mode'] = 'predict_with_aux'  # with the scores
   if flags.input is None:
     return configuration.call(settings=settings, **arguments)
   from t5x_lite.apps.infer import input_file

@@ -73,7 +73,8 @@ class InferConfig:
     output_file: file name within `output_dir` that replaces `<task>-<mode>.jsonl`; with one shard, without a shard
       suffix. For a single task.
     random_seed: seed of sampling.
-    decode_fn: decoding algorithm of predictions, e.g. `decoding.MinimumBayesRisk`; None for that of the model.
+    decode_fn: decoding algorithm of predictions, e.g. `decoding.MinimumBayesRisk`; or `decoding.LabelScores`, whose
+      scores are written in mode 'predict_with_aux' as a mapping by label; None for that of the model.
     settings: further settings that the results depend on, by name, such as decoding options. A run resumes only if they
       are unchanged; the command passes all gin bindings.
 
@@ -108,7 +109,7 @@ class InferConfig:
   use_orbax: bool = True
   output_file: str | None = None
   random_seed: int = 0
-  decode_fn: decoding.DecodeFnCallable | None = None
+  decode_fn: decoding.DecodeFnCallable | decoding.LabelScores | None = None
   settings: Mapping[str, str] | None = None
 
   def __post_init__(self) -> None:
@@ -191,8 +192,9 @@ class InferConfig:
     }
     if self.model.constraints is not None:
       identity['constraints'] = self.model.constraints.identity
-    if self.decode_fn is not None:
-      identity['decode_fn'] = decoding.identity_of(self.decode_fn)
+    decode_fn = self.decode_fn or decoding.labels_of(self.model.decode_fn)
+    if decode_fn is not None:
+      identity['decode_fn'] = decoding.identity_of(decode_fn)
     if self.output_vocab_feature_name != 'targets':
       identity['output_vocab_feature_name'] = self.output_vocab_feature_name
     return identity | builders.identity(self.restore_checkpoint_cfg)

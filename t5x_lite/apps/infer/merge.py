@@ -63,8 +63,9 @@ def merge_chunks_to_table(
   """Write the chunks as one table of comma-separated values with a header.
 
   Its columns are the fields of the results: those of the record that `--keep_fields` names, the texts of inputs and
-  targets, and the prediction or score. A value that is no text is written as JSON. If a field of the record is named
-  `targets`, the column of the text of the targets is `targets_pretokenized`.
+  targets, and the prediction or score. The scores of labels are a column `scores.<label>` each. Any other value that is
+  no text is written as JSON. If a field of the record is named `targets`, the column of the text of the targets is
+  `targets_pretokenized`.
 
   Args:
     output_dir: see `merge_chunks_to_file`.
@@ -105,13 +106,19 @@ def merge_chunks_to_table(
 
 
 def _flat(line: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
-  """Return a line of results with the texts of its `inputs` as fields of their own.
+  """Return a line of results with its texts and its scores of labels as fields of their own.
 
   Args:
     line: the line.
     fields: names of the other fields of all lines; those of texts lose the end `_pretokenized` unless it is needed.
   """
   flat = {name: value for name, value in line.items() if name != 'inputs'}
+  aux = dict(flat.get('aux') or {})
+  if isinstance(aux.get('scores'), Mapping):
+    flat |= {f'scores.{label}': score for label, score in aux.pop('scores').items()}
+    flat['aux'] = aux
+    if not aux:
+      del flat['aux']
   for name, value in line['inputs'].items():
     short = name.removesuffix('_pretokenized')
     if short in fields:

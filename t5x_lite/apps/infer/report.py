@@ -137,7 +137,9 @@ def _flat(row: Any) -> dict[str, Any]:
 
 
 def _best(values: Any) -> Any:
-  """Return the last of several decodes, which is the best; any other value unchanged."""
+  """Return the last of several decodes, or the largest score of labels; any other value unchanged."""
+  if isinstance(values, dict) and values:
+    return max(values.values())
   if isinstance(values, list) and values and isinstance(values[-1], (str, float)):
     return values[-1]
   return values

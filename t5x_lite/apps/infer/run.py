@@ -19,6 +19,7 @@ import numpy as np
 
 from t5x_lite import checkpoints
 from t5x_lite import data
+from t5x_lite import decoding
 from t5x_lite import evaluation
 from t5x_lite import multihost
 from t5x_lite import runtime
@@ -352,6 +353,7 @@ def _chunk_writer(store: ShardStore | None, cfg: InferConfig) -> ChunkWriter:
     vocabulary = cfg.model.input_vocabulary
   else:
     vocabulary = cfg.model.output_vocabulary
+  labels = decoding.labels_of(cfg.model.decode_fn)
 
   def write(first, num_batches, examples, inferences):
     if store is None:
@@ -359,6 +361,8 @@ def _chunk_writer(store: ShardStore | None, cfg: InferConfig) -> ChunkWriter:
     outputs, aux = inferences
     if not cfg.keep_aux_as_numpy:
       aux = jax.tree.map(lambda values: values.tolist(), aux)
+      if labels is not None and 'scores' in aux:
+        aux['scores'] = labels.by_label(aux['scores'])
     store.write_chunk(
       first,
       num_batches,

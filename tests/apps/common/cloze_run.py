@@ -19,6 +19,8 @@ _TINY = [
   'network.T5Config.num_decoder_layers=1',
   'DATA_SOURCE=builtin',
 ]
+# Lengths of the run of the fixture `command_line`.
+DECODED_LENGTHS = {'inputs': 16, 'targets': 5}
 ONE_DEVICE = """
 from __gin__ import dynamic_registration
 from t5x_lite import partitioning

@@ -1,18 +1,13 @@
 """Flags and gin bindings of constraints reach decoding in every command that decodes."""
 
-import io
 import json
 
-import gin
 import pytest
 
 from t5x_lite import decoding
 from t5x_lite.command_line import cli
 from t5x_lite.models import generation
-from tests.apps.common import cloze_run
 
-_LENGTHS = {'inputs': 16, 'targets': 5}
-_FEW = '--gin.evaluation.InferenceEvalConfig.num_examples=8'
 _BEAM = '--gin.models.EncoderDecoderModel.decode_fn=@decoding.beam_search'
 _GIN = """
 from __gin__ import dynamic_registration
@@ -23,19 +18,6 @@ decoding.Constraints:
   min_decode_len = 3
   repetition_penalty = 1.5
 """
-
-
-@pytest.fixture(autouse=True)
-def _clear():
-  yield
-  gin.clear_config()
-
-
-@pytest.fixture(scope='module')
-def run(tmp_path_factory):
-  folder = tmp_path_factory.mktemp('run') / 'cloze'
-  cloze_run.save(folder, _LENGTHS)
-  return str(folder)
 
 
 @pytest.fixture
@@ -58,19 +40,9 @@ def processors(monkeypatch):
   return found
 
 
-def _arguments(command, run, tmp_path, monkeypatch):
-  monkeypatch.setattr('sys.stdin', io.TextIOWrapper(io.BytesIO(b'x\ny\n'), encoding='utf-8'))
-  (tmp_path / 'in.txt').write_text('x\ny\n')
-  return {
-    'eval': ['eval', run, _FEW, f'--gin.EVAL_OUTPUT_DIR={tmp_path}/eval'],
-    'infer': ['infer', run, f'--input={tmp_path}/in.txt', f'--output={tmp_path}/out.jsonl'],
-    'chat': ['chat', run],
-  }[command]
-
-
 @pytest.mark.parametrize('command', ['eval', 'infer', 'chat'])
 def test_flags_are_added_to_the_constraints_of_the_configuration(
-  command, run, tmp_path, monkeypatch, processors
+  command, command_line, tmp_path, processors
 ):
   (tmp_path / 'constraints.gin').write_text(_GIN)
   flags = [
@@ -78,34 +50,27 @@ def test_flags_are_added_to_the_constraints_of_the_configuration(
     '--no_repeat_ngram_size=2',
     '--repetition_penalty=1',
   ]
-  assert cli.main([*_arguments(command, run, tmp_path, monkeypatch), *flags]) == 0
+  assert cli.main([*command_line(command), *flags]) == 0
   assert set(processors) == {decoding.Constraints(no_repeat_ngram_size=2, min_decode_len=3)}
 
 
-def test_training_evaluates_with_the_constraints_of_its_configuration(tmp_path, processors):
+def test_training_evaluates_with_the_constraints_of_its_configuration(
+  command_line, tmp_path, processors
+):
   (tmp_path / 'constraints.gin').write_text(_GIN)
-  arguments = [
-    'train',
-    '--gin_file=recipes/keyword_cloze.gin',
-    *(f'--gin.{each}' for each in cloze_run.bindings(_LENGTHS)),
-    f'--gin_file={tmp_path}/constraints.gin',
-    '--gin.BATCH_SIZE=8',
-    f'--gin.MODEL_DIR={tmp_path}/run',
-    '--gin.TRAIN_STEPS=1',
-    '--dry_run',
-  ]
+  arguments = [*command_line('train'), f'--gin_file={tmp_path}/constraints.gin', '--dry_run']
   assert cli.main(arguments) == 0
   assert set(processors) == {decoding.Constraints(min_decode_len=3, repetition_penalty=1.5)}
 
 
-def test_only_allowed_outputs_are_predicted(run, outputs, tmp_path, monkeypatch, capsys):
-  arguments = _arguments('infer', run, tmp_path, monkeypatch)
+def test_only_allowed_outputs_are_predicted(command_line, outputs, tmp_path, capsys):
+  arguments = command_line('infer')
   flags = [_BEAM, f'--allowed_outputs={outputs}']
   assert cli.main([*arguments, *flags]) == 0
   rows = [json.loads(line) for line in (tmp_path / 'out.jsonl').read_text().splitlines()]
   assert len(rows) == 2 and {row['prediction'] for row in rows} <= {'yes', 'no'}
   # Two of three beams are outputs, and each of them once.
-  arguments = _arguments('chat', run, tmp_path, monkeypatch)
+  arguments = command_line('chat')
   capsys.readouterr()
   assert cli.main([*arguments, '--beam=3', '--num_decodes=2', f'--allowed_outputs={outputs}']) == 0
   lines = capsys.readouterr().out.splitlines()
@@ -116,8 +81,8 @@ def test_only_allowed_outputs_are_predicted(run, outputs, tmp_path, monkeypatch,
     assert float(first_score) > float(second_score) or len(first) != len(second)
 
 
-def test_a_run_does_not_resume_with_other_constraints(run, outputs, tmp_path, monkeypatch, capsys):
-  arguments = [*_arguments('infer', run, tmp_path, monkeypatch), f'--allowed_outputs={outputs}']
+def test_a_run_does_not_resume_with_other_constraints(command_line, outputs, capsys):
+  arguments = [*command_line('infer'), f'--allowed_outputs={outputs}']
   assert cli.main(arguments) == 0
   assert cli.main(arguments) == 0
   assert 'computed before' in capsys.readouterr().out
@@ -138,13 +103,13 @@ def test_a_run_does_not_resume_with_other_constraints(run, outputs, tmp_path, mo
     (['--allowed_outputs=missing.txt'], "with one output a line, got 'missing.txt': "),
   ],
 )
-def test_bad_flags_are_rejected(command, flags, message, run, tmp_path, monkeypatch, capsys):
-  assert cli.main([*_arguments(command, run, tmp_path, monkeypatch), *flags]) == 2
+def test_bad_flags_are_rejected(command, flags, message, command_line, capsys):
+  assert cli.main([*command_line(command), *flags]) == 2
   assert message in capsys.readouterr().err
 
 
-def test_scores_have_no_constraints(run, tmp_path, monkeypatch, capsys):
-  arguments = _arguments('infer', run, tmp_path, monkeypatch)
+def test_scores_have_no_constraints(command_line, capsys):
+  arguments = command_line('infer')
   assert cli.main([*arguments, '--gin.infer_script.infer.mode=score', '--min_decode_len=2']) == 2
   assert (
     "--min_decode_len must be used with predictions, got mode='score'" in capsys.readouterr().err
