@@ -95,6 +95,42 @@ def test_all_commands_do_the_same_in_several_processes(tmp_path, num_processes):
   assert run.output.count('error: Training stopped at step 3') == 1
 
 
+def test_minimum_bayes_risk_in_two_processes_chooses_as_in_one(tmp_path):
+  cloze_run.save(tmp_path / 'run', {'inputs': 16, 'targets': 8}, more='')
+  (tmp_path / 'in.txt').write_text('\n'.join(_TEXTS))
+  flags = ['--decode=mbr', '--gin.decoding.MinimumBayesRisk.num_samples=5', '--gin.BATCH_SIZE=8']
+  infer = ['infer', str(tmp_path / 'run'), f'--input={tmp_path}/in.txt', *flags]
+  infer.append('--gin.infer_script.infer.mode=predict_with_aux')
+  evaluate = ['eval', str(tmp_path / 'run'), *flags]
+  evaluate.append('--gin.evaluation.InferenceEvalConfig.num_examples=20')
+  commands_by_folder = {
+    name: [
+      ([*infer, f'--output={tmp_path}/{name}.jsonl'], 0),
+      ([*evaluate, f'--gin.EVAL_OUTPUT_DIR={tmp_path}/{name}'], 0),
+    ]
+    for name in ('one', 'two')
+  }
+  runs.run(
+    [sys.executable, '-m', 'tests.multiprocess.commands', json.dumps(commands_by_folder['two'])]
+  )
+  commands.run_all(commands_by_folder['one'])
+  gin.clear_config()
+  _assert_equal_metrics(tmp_path / 'one', tmp_path / 'two')
+  one, two = (_json_lines(tmp_path / f'{name}.jsonl') for name in ('one', 'two'))
+  assert len(one) == len(_TEXTS)
+  # The samples differ, so that a choice of another one would show.
+  assert min(line['aux']['utility'] for line in one) < 99
+  assert two == [{**line, 'aux': pytest.approx(line['aux'], rel=1e-4)} for line in one]
+  (predictions,) = (tmp_path / 'one').rglob('predictions-*.jsonl')
+  assert (tmp_path / 'two' / predictions.relative_to(tmp_path / 'one')).read_bytes() == (
+    predictions.read_bytes()
+  )
+
+
+def _json_lines(path):
+  return [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()]
+
+
 def _assert_equal_metrics(one, several):
   rows_of_one, rows_of_several = toy_run.lines(one), toy_run.lines(several)
   assert rows_of_one.keys() == rows_of_several.keys() and rows_of_one

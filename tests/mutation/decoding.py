@@ -221,4 +221,11 @@ MUTANTS = (
     'for ids in samples:',
     'tests/evaluation/test_runner.py::test_minimum_bayes_risk_chooses_among_the_samples_of_each_example',
   ),
+  Mutant(
+    'processes_keep_their_choices',
+    't5x_lite/evaluation/runner.py',
+    'best, utility = multihost.sum_over_processes((best, utility))',
+    'pass',
+    'tests/multiprocess/test_agreement.py::test_minimum_bayes_risk_in_two_processes_chooses_as_in_one',
+  ),
 )
