@@ -231,6 +231,12 @@ class FileTask(TaskDescription):
       )
     )
     records = scan.records
+    known = records.columns
+    for name in self.keep_fields or ():
+      if known is not None and name not in known:
+        raise DataError(
+          f'{paths[0]} has no column {name!r}.{did_you_mean(name, known)} Correct --keep_fields.'
+        )
     skipped = 0
     if scan.numbers is not None:
       _log_skipped(scan.problems, scan.num_bad)
@@ -279,7 +285,8 @@ class FileTask(TaskDescription):
     what = paths[0]
     if len(paths) > 1:
       what += f' and {len(paths) - 1} more'
-    line = f'Data  {what}: {count:,} records'
+    noun = 'record' if count == 1 else 'records'
+    line = f'Data  {what}: {count:,} {noun}'
     if self.validation_fraction is not None:
       line += f' for the split {split!r}'
     if skipped:
