@@ -41,7 +41,6 @@ _NOTE = r"\n\s+In call to configurable '(\S+)' \(.*?\)(?: in scope '(\S+)')?(?=\
 _EXAMPLES = {
   'MODEL_DIR': 'runs/my_run',
   'TRAIN_STEPS': '1000',
-  'MIXTURE_OR_TASK_NAME': 'my_task',
   'TASK_FEATURE_LENGTHS': "{'inputs': 512, 'targets': 114}",
   'DROPOUT_RATE': '0.1',
   'INITIAL_CHECKPOINT_PATH': 'runs/pretrain/checkpoint_1000',
@@ -49,6 +48,8 @@ _EXAMPLES = {
 }
 # Remedies for missing macros of T5X.
 _REMEDIES = {name: f'set {gin_flag(name, value)}' for name, value in _EXAMPLES.items()} | {
+  'MIXTURE_OR_TASK_NAME': 'set --gin.MIXTURE_OR_TASK_NAME=my_task, or train on your own files with --train_file, '
+  '--inputs and --targets',
   'MODEL': 'add a model, e.g. --gin_file=models/t5_1_1_small.gin',
   'INFER_OUTPUT_DIR': 'set --gin.INFER_OUTPUT_DIR=runs/my_run/answers, or --output=FILE',
   'OPTIMIZER': 'add an optimizer, e.g. --gin_file=optimizers/adafactor.gin',

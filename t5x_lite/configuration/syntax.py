@@ -576,7 +576,7 @@ def check_macros(
     if near and name not in definitions and name not in remedies:
       problems.append(f'{location}: the macro {name!r} is not defined.{near}')
   if missing:
-    problems.append(_missing_message(missing, bindings, remedies))
+    problems.append(_missing_message(missing, texts, remedies))
   if problems:
     raise ConfigError(problems[0])
   _check_cycles(definitions)
@@ -649,8 +649,26 @@ def bindings_of(texts: Sequence[Text]) -> list[Binding]:
   return found
 
 
+def _set_in_an_earlier_text(
+  name: str, required_at: Location, texts: Sequence[Text]
+) -> Location | None:
+  """Return where a macro is set by a text before the one that requires it, None without any.
+
+  A file that the latter includes belongs to it, since another order of files on the command line does not move it.
+  """
+  found = None
+  for text in texts:
+    bindings = [each for each in bindings_of([text]) if each.macro_name == name]
+    if any(binding.location == required_at for binding in bindings):
+      return found
+    for binding in bindings:
+      if binding.value != Macro(REQUIRED):
+        found = binding.location
+  return found
+
+
 def _missing_message(
-  missing: Mapping[str, Location], bindings: Sequence[Binding], remedies: Mapping[str, str]
+  missing: Mapping[str, Location], texts: Sequence[Text], remedies: Mapping[str, str]
 ) -> str:
   names = sorted(missing)
   if len(names) > 1:
@@ -659,11 +677,8 @@ def _missing_message(
     lines = [f'A required value is missing: {names[0]}.']
   for name in names:
     remedy = remedies.get(name, f'set --gin.{name}=VALUE')
-    earlier = [b for b in bindings if b.macro_name == name and b.value != Macro(REQUIRED)]
-    if earlier:
-      remedy = (
-        f'{earlier[-1].location} sets it, but {missing[name]}, which is read later, requires it again: '
-        'pass that file first'
-      )
+    earlier = _set_in_an_earlier_text(name, missing[name], texts)
+    if earlier is not None:
+      remedy = f'{earlier} sets it, but {missing[name]}, which is read later, requires it again: pass that file first'
     lines.append(f'  {name}: {remedy} (required by {missing[name]})')
   return '\n'.join(lines)

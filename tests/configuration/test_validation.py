@@ -21,6 +21,13 @@ def test_a_later_file_that_requires_a_value_again_is_named(tmp_path):
   )
 
 
+def test_a_file_that_requires_what_its_include_sets_needs_a_flag(tmp_path):
+  (tmp_path / 'mine.gin').write_text('STEPS = 7\n')
+  (tmp_path / 'own.gin').write_text("include 'mine.gin'\nSTEPS = %gin.REQUIRED\n")
+  message = cases.error_of(defaults=('MODEL_DIR=x',), files=('run.gin', 'model.gin', 'own.gin'))
+  assert 'STEPS: set --gin.STEPS=VALUE (required by own.gin:2)' in message
+
+
 def test_unbound_required_parameter_is_named_before_the_call(tmp_path):
   (tmp_path / 'run.gin').write_text(
     cases.RUN.replace("train/data.DatasetConfig.name = 'rows'\n", '')

@@ -273,6 +273,13 @@ def test_another_file_is_evaluated(run, capsys):
       r'FileTask\.targets. must be the name of a column.*got None. Set it with --targets=answer',
     ),
     (
+      [
+        *('train', '--gin_file=recipes/finetune_files.gin', '--gin.MODEL_DIR=x'),
+        '--gin.INITIAL_CHECKPOINT_PATH=y',
+      ],
+      'own files with --train_file, --inputs and --targets',
+    ),
+    (
       ['train', *_MODEL, '--gin.MODEL_DIR=x', '--gin.TRAIN_STEPS=1', '--inputs=question'],
       'need a run whose task is data.FileTask.*for training also --train_file',
     ),
