@@ -231,12 +231,6 @@ class FileTask(TaskDescription):
       )
     )
     records = scan.records
-    known = records.columns
-    for name in self.keep_fields or ():
-      if known is not None and name not in known:
-        raise DataError(
-          f'{paths[0]} has no column {name!r}.{did_you_mean(name, known)} Correct --keep_fields.'
-        )
     skipped = 0
     if scan.numbers is not None:
       _log_skipped(scan.problems, scan.num_bad)

@@ -4,6 +4,20 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'a_missing_folder_has_no_start_token',
+    't5x_lite/checkpoints/hugging_face/network.py',
+    "  _check_has_config('decoder_start_id', path)",
+    '  pass',
+    'tests/repository/test_finetune_recipes.py::test_a_missing_folder_is_an_error_that_says_where_to_run',
+  ),
+  Mutant(
+    'an_included_file_is_to_be_passed_first',
+    't5x_lite/configuration/syntax.py',
+    '    if any(binding.location == required_at for binding in bindings):\n      return found',
+    '    if False:\n      return found',
+    'tests/configuration/test_validation.py::test_a_file_that_requires_what_its_include_sets_needs_a_flag',
+  ),
+  Mutant(
     'events_record_the_secrets_of_the_command_line',
     't5x_lite/runtime/event_log.py',
     '      command=masking.masked_command(sys.orig_argv),',

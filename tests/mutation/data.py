@@ -193,13 +193,6 @@ MUTANTS = (
     'tests/apps/common/test_file_flags.py::test_predictions_of_a_table_keep_fields',
   ),
   Mutant(
-    'fields_to_keep_are_checked_late',
-    't5x_lite/data/own_files.py',
-    'for name in self.keep_fields or ():',
-    'for name in ():',
-    'tests/apps/common/test_file_flags.py::test_a_field_that_the_records_lack',
-  ),
-  Mutant(
     'training_starts_with_padding',
     't5x_lite/models/encoder_decoder.py',
     "self._with_start(batch['decoder_input_tokens'], batch.get('decoder_segment_ids')),",

@@ -146,6 +146,13 @@ def test_rejected_networks(tmp_path):
     network.network_config(tmp_path / 'x')
 
 
+@pytest.mark.parametrize('function', [network.network_config, network.decoder_start_id])
+def test_a_missing_folder_is_an_error_that_says_where_to_run(function):
+  # The path of a run that was started in another directory.
+  with pytest.raises(ConfigError, match=r"folder` must .*got 'base'.*where the training ran, or"):
+    function('base')
+
+
 @pytest.mark.full  # by default, tests/optimizers/multi freezes parameters, and test_gin_files.py reads the recipe
 def test_one_binding_fine_tunes_chosen_parameters(tmp_path, monkeypatch):
   """The others stay to the bit, and the optimizer has nothing for them.

@@ -34,8 +34,14 @@ def decoder_start_id(folder: str | os.PathLike[str]) -> int:
 
   Args:
     folder: see `stop_token_ids`.
+
+  Raises:
+    ConfigError: the folder or its config.json is missing.
+    CheckpointError: config.json is damaged.
   """
-  config = config_json.read_config(files.path(folder))
+  path = files.path(folder)
+  _check_has_config('decoder_start_id', path)
+  config = config_json.read_config(path)
   return config_json.special_ids(config)['decoder_start_token_id']
 
 
@@ -77,18 +83,7 @@ def network_config(
   """
   discovery.check_path(folder, 'folder', may_be_model=True)
   path = files.path(folder)
-  if not (path / CONFIG_FILE).is_file():
-    if path.is_dir():
-      remedy = 'For a checkpoint of another format, add a model file to runs/finetune.gin instead.'
-    else:
-      remedy = 'Restore config.json and the tokenizer files of the missing folder.'
-    raise checks.invalid(
-      'network_config',
-      'folder',
-      f'a Hugging Face folder with {CONFIG_FILE}',
-      str(path),
-      remedy + discovery.hint(path),
-    )
+  _check_has_config('network_config', path)
   if is_hugging_face_folder(path):
     read = HuggingFaceFolder(path)
     architecture = read.architecture
@@ -116,4 +111,32 @@ def network_config(
     param_layout=param_layout,
     attention_kernel=attention_kernel,
     loss_chunk_size=loss_chunk_size,
+  )
+
+
+def _check_has_config(owner: str, path: files.Path) -> None:
+  """Raise if a folder or its config.json is missing.
+
+  Args:
+    owner: name of the function whose argument `folder` is the path.
+    path: path of the folder.
+
+  Raises:
+    ConfigError: see above.
+  """
+  if (path / CONFIG_FILE).is_file():
+    return
+  if path.is_dir():
+    remedy = 'For a checkpoint of another format, add a model file to runs/finetune.gin instead.'
+  else:
+    remedy = (
+      'Restore config.json and the tokenizer files of the missing folder, run the command where the training ran, or '
+      'set --gin.INITIAL_CHECKPOINT_PATH to the absolute path.'
+    )
+  raise checks.invalid(
+    owner,
+    'folder',
+    f'a Hugging Face folder with {CONFIG_FILE}',
+    str(path),
+    remedy + discovery.hint(path),
   )

@@ -166,18 +166,11 @@ def test_templates_of_gin_files(run, tmp_path):
 def test_a_field_that_the_records_lack(run, tmp_path, capsys):
   words = ['infer', str(run / 'run'), f'--input={run}/test.csv', f'--output={tmp_path}/a.csv']
   assert cli.main([*words, '--keep_fields=idd']) == 2
-  assert "no column 'idd'. Did you mean 'id'? Correct --keep_fields" in capsys.readouterr().err
+  assert "no 'idd'. Did you mean 'id'?" in capsys.readouterr().err
   # Nothing is written for which the corrected command would be one with other settings.
   assert not list(tmp_path.iterdir())
   gin.clear_config()
   assert cli.main([*words, '--keep_fields=id']) == 0
-  gin.clear_config()
-  capsys.readouterr()
-  # Without a header, only the records say their fields.
-  (tmp_path / 'new.jsonl').write_text('{"question": "x", "id": 1}\n')
-  words[2:] = [f'--input={tmp_path}/new.jsonl', f'--output={tmp_path}/b.jsonl']
-  assert cli.main([*words, '--keep_fields=idd']) == 2
-  assert "the record has no 'idd'. Did you mean 'id'?" in capsys.readouterr().err
 
 
 def test_formats_of_inputs_and_texts_that_utf_8_lacks(run, tmp_path, monkeypatch):
@@ -258,7 +251,7 @@ def test_another_file_is_evaluated(run, capsys):
     ),
     (
       ['infer', 'RUN', '--input=RUN/../test.csv', '--output=x.jsonl', '--keep_fields=anwser'],
-      "no column 'anwser'. Did you mean 'answer'. Correct --keep_fields",
+      "no 'anwser'. Did you mean 'answer'.*or --keep_fields",
     ),
     (
       ['infer', 'RUN', '--input=RUN/../test.csv', '--output=x.parquet'],
