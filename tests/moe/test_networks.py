@@ -434,6 +434,7 @@ def test_loops_and_remat_keep_all_losses_metrics_and_states(network):
   ],
 )
 def test_policies_of_remat_store_results_of_experts(dispatch):
+  num_layers = 4
   block = _block(
     dispatch=dispatch, expert_dim=128, **({} if dispatch == 'grouped' else _CAPACITIES)
   )
@@ -445,8 +446,8 @@ def test_policies_of_remat_store_results_of_experts(dispatch):
   def trace(policy, in_loop):
     module = _decoder_only(
       block,
-      6,
-      num_layers=6,
+      num_layers,
+      num_layers=num_layers,
       remat_policy=policy,
       scan_layers=in_loop,
       param_layout='scalable_t5' if in_loop else 't5',
@@ -469,7 +470,7 @@ def test_policies_of_remat_store_results_of_experts(dispatch):
   assert sorted(policies, key=flops.get) == list(policies), flops
   # 'none' computes nothing again, and 'minimal' no experts.
   assert flops['none'] == count_flops(trace('none', False).jaxpr.jaxpr)
-  projections = 2 * 6 * 4 * 32 * 2 * 16 * 128
+  projections = 2 * num_layers * 4 * 32 * 2 * 16 * 128
   assert flops['full'] - flops['minimal'] >= projections, flops
   assert dispatch == 'einsum' or flops['minimal'] - flops['none'] < 0.5 * projections, flops
   sizes = [temporaries(programs[policy]) for policy in ('none', 'minimal', 'full')]

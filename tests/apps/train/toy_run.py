@@ -8,6 +8,7 @@ import functools
 import os
 import pathlib
 import sys
+import time
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ from t5x_lite import schedules
 from t5x_lite import trainer
 from t5x_lite.apps.train import run as train_app
 from t5x_lite.storage import files
+from t5x_lite.trainer import actions
 from t5x_lite.trainer import summaries
 from tests.models import toy_model
 
@@ -158,9 +160,23 @@ def assert_same_run(a, b, step, *, b_was_stopped=False):
     assert path.read_bytes() == (files.path(b) / path.relative_to(a)).read_bytes()
 
 
+class _Pause(actions.BaseAction):
+  """Waits after each step: a run that has to last costs no processor time."""
+
+  def __init__(self, seconds):
+    self.seconds = seconds
+
+  def run(self, train_state, metrics_by_task):
+    time.sleep(self.seconds)
+
+
 def main():
   os.environ.setdefault('JAX_PLATFORMS', 'cpu')
-  train(sys.argv[1], **{k: ast.literal_eval(v) for k, v in (a.split('=', 1) for a in sys.argv[2:])})
+  options = {k: ast.literal_eval(v) for k, v in (a.split('=', 1) for a in sys.argv[2:])}
+  step_seconds = options.pop('step_seconds', 0.0)
+  if step_seconds:
+    options['actions'] = {'TRAIN': [_Pause(step_seconds)]}
+  train(sys.argv[1], **options)
 
 
 if __name__ == '__main__':
