@@ -1,5 +1,6 @@
 """The loss in chunks of tokens equals the loss of all logits, on one device and on meshes, in less memory."""
 
+import functools
 import re
 
 from flax.linen import partitioning as flax_partitioning
@@ -281,6 +282,15 @@ def _models(size, **options):
   }
 
 
+def _random_params(name, batch):
+  """Return NumPy parameters of a model of `_models`, without compiling an initialization."""
+  shapes = {feature: x.shape for feature, x in batch.items()}
+  init = functools.partial(_models(0)[name]().get_initial_variables, input_shapes=shapes)
+  params = jax.eval_shape(init, jax.random.key(0))['params']
+  rng = np.random.default_rng(0)
+  return jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape).astype(np.float32) * 0.3, params)
+
+
 def _batch():
   batch = network_cases.tiny_batch()
   return {**batch, 'decoder_loss_weights': (batch['decoder_target_tokens'] > 0) * jnp.float32(0.5)}
@@ -290,10 +300,7 @@ def _batch():
 def test_losses_gradients_metrics_and_scores_of_models_are_equal(name):
   options = dict(label_smoothing=0.1, z_loss=1e-2, loss_normalizing_factor='AVERAGE_PER_SEQUENCE')
   batch = _batch()
-  shapes = {feature: x.shape for feature, x in batch.items()}
-  params = jax.jit(lambda key: _models(0)[name]().get_initial_variables(key, shapes)['params'])(
-    jax.random.key(0)
-  )
+  params = _random_params(name, batch)
 
   def run(size):
     model = _models(size, **options)[name]()
@@ -321,10 +328,7 @@ def test_losses_gradients_metrics_and_scores_of_models_are_equal(name):
 
 def test_micro_batches_in_chunks_sum_to_the_batch():
   batch = _batch()
-  shapes = {feature: x.shape for feature, x in batch.items()}
-  params = network_cases.jit(
-    lambda key: _models(0)['tied']().get_initial_variables(key, shapes)['params']
-  )(jax.random.key(0))
+  params = _random_params('tied', batch)
 
   def run(size, num_microbatches):
     model = _models(size, loss_normalizing_factor='NUM_REAL_TARGET_TOKENS', z_loss=1e-2)['tied']()
