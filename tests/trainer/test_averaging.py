@@ -1,6 +1,7 @@
 """Averages of parameters: equal to their definition, in states, on meshes and in whole runs."""
 
 import functools
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -148,6 +149,14 @@ def averaged(tmp_path_factory):
   return model_dir
 
 
+@pytest.fixture(scope='module')
+def plain(tmp_path_factory):
+  """A run of 6 steps without an average."""
+  model_dir = tmp_path_factory.mktemp('plain')
+  toy_run.train(model_dir, 6)
+  return model_dir
+
+
 def test_a_run_evaluates_its_average(averaged, tmp_path):
   saved = toy_run.saved(averaged, 20)[0]
   toy_run.train(tmp_path)
@@ -184,9 +193,8 @@ def test_ten_and_ten_steps_equal_twenty(averaged, tmp_path):
   toy_run.assert_same_run(tmp_path, averaged, 20)
 
 
-def test_a_run_that_starts_from_a_checkpoint_without_average_begins_one(averaged, tmp_path):
-  toy_run.train(tmp_path / 'plain', 6)
-  restore = checkpoints.RestoreCheckpointConfig(path=str(tmp_path / 'plain'))
+def test_a_run_that_starts_from_a_checkpoint_without_average_begins_one(plain, tmp_path):
+  restore = checkpoints.RestoreCheckpointConfig(path=str(plain))
   toy_run.train(
     tmp_path / 'new',
     12,
@@ -201,9 +209,8 @@ def test_a_run_that_starts_from_a_checkpoint_without_average_begins_one(averaged
 @pytest.mark.parametrize(
   'options', [{'decay': 0.9, 'debias': True}, {'decay': averaging.Warmup(decay=0.9)}]
 )
-def test_an_average_that_begins_after_its_start_step_is_an_error(options, tmp_path):
-  toy_run.train(tmp_path / 'plain', 6)
-  restore = checkpoints.RestoreCheckpointConfig(path=str(tmp_path / 'plain'))
+def test_an_average_that_begins_after_its_start_step_is_an_error(options, plain, tmp_path):
+  restore = checkpoints.RestoreCheckpointConfig(path=str(plain))
   with pytest.raises(
     errors.ConfigError, match='ParamEma.start_step` must be at least 6 with .*, got 0. Set it to 6.'
   ):
@@ -216,14 +223,14 @@ def test_an_average_that_begins_after_its_start_step_is_an_error(options, tmp_pa
   toy_run.train(tmp_path / 'resumed', 8, param_ema=averaging.ParamEma(**options))
 
 
-def test_errors_about_an_average_only_name_its_options(averaged, tmp_path):
+def test_errors_about_an_average_only_name_its_options(averaged, plain, tmp_path):
   with pytest.raises(
     errors.CheckpointError, match='A run that resumes must keep it: set `train.param_ema` as before'
   ):
     toy_run.train(
       tmp_path / 'new', 22, restore=checkpoints.RestoreCheckpointConfig(path=str(averaged))
     )
-  toy_run.train(tmp_path / 'plain', 6)
+  shutil.copytree(plain, tmp_path / 'plain')
   with pytest.raises(errors.CheckpointError, match='A run cannot add an average when it resumes'):
     toy_run.train(tmp_path / 'plain', 12, param_ema=averaging.ParamEma(decay=0.9))
   # The remedies.
