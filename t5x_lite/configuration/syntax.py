@@ -7,6 +7,7 @@ is reported in a fraction of a second, before JAX is imported. The search for gi
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import difflib
+import functools
 import graphlib
 import io
 import pathlib
@@ -195,6 +196,7 @@ class _Delegate(config_parser.ParserDelegate):
 # Files
 
 
+@functools.cache  # asked for each binding
 def packaged_folder() -> pathlib.Path:
   """Return the folder of the gin files of t5x_lite, in a checkout (`gin/`) or in an installed wheel."""
   package = pathlib.Path(__file__).resolve().parent.parent
