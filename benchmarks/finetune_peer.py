@@ -1,7 +1,7 @@
 """Peer of `finetune_trial.py`: the same fine-tuning by transformers' Seq2SeqTrainer, in an environment of its own.
 
 python benchmarks/finetune_peer.py make FOLDER SEED
-python benchmarks/finetune_peer.py train FOLDER STEPS LEARNING_RATE SEED
+python benchmarks/finetune_peer.py train FOLDER STEPS LEARNING_RATE SEED ADAPTER_RANK
 """
 
 import csv
@@ -53,10 +53,22 @@ class Records(torch.utils.data.Dataset):
     return self.items[number]
 
 
-def train(folder: str, steps: str, learning_rate: str, seed: str) -> None:
+def train(folder: str, steps: str, learning_rate: str, seed: str, adapter_rank: str) -> None:
   """Train, decode the test records, and print the fraction of equal texts as JSON."""
   tokenizer = transformers.AutoTokenizer.from_pretrained(f'{folder}/base')
   model = transformers.T5ForConditionalGeneration.from_pretrained(f'{folder}/base')
+  if int(adapter_rank):
+    import peft
+
+    model = peft.get_peft_model(
+      model,
+      peft.LoraConfig(
+        task_type='SEQ_2_SEQ_LM',
+        r=int(adapter_rank),
+        lora_alpha=2 * int(adapter_rank),
+        target_modules=['q', 'k', 'v', 'o', 'wi', 'wo'],
+      ),
+    )
   test = Records(f'{folder}/test.csv', tokenizer)
   trainer = transformers.Seq2SeqTrainer(
     model=model,
