@@ -174,9 +174,15 @@ def _examples(paths: Sequence[str]) -> str:
 
 def _unsupported(target: str, path: str) -> ConfigError:
   if path.endswith('embedding'):
-    reason = 'a table: it is read by lookup, and a tied one also computes the logits, so it cannot have an adapter of its own'
+    reason = (
+      'a table: it is read by lookup, and a tied one also computes the logits, so that it cannot have an adapter of '
+      'its own'
+    )
   elif _is_kernel(path):
-    reason = 'neither a kernel of layers.DenseGeneral in a layer nor one of experts (logits, a router, or a custom product)'
+    reason = (
+      'neither a kernel of layers.DenseGeneral in a layer nor one of experts (but of logits, a router or a custom '
+      'product)'
+    )
   else:
     reason = 'not a kernel'
   return checks.invalid(

@@ -62,8 +62,8 @@ def _pairs(number: checks.Expectation) -> checks.Expectation:
 class Lora:
   """Low-rank adapters: y = x W + s · dropout(x) A B for chosen kernels W, of which only A and B are trained.
 
-  Hu et al. 2021, https://arxiv.org/abs/2106.09685. A model with an adapter trains the adapter alone, with any optimizer.
-  The factor s is alpha / rank. Experts have an A and a B each.
+  Hu et al. 2021, https://arxiv.org/abs/2106.09685. The factor s is alpha / rank. A model with an adapter trains the
+  adapter alone, with any optimizer. Experts have an A and a B each.
 
   Attributes:
     rank: size of the inner dim, at most the smaller side of each kernel.

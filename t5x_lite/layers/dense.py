@@ -117,7 +117,7 @@ class DenseGeneral(nn.Module):
 
 
 def _contract(inputs: jax.Array, kernel: jax.Array, axis: tuple[int, ...], dtype: Any) -> jax.Array:
-  """Return <dtype>[..., *features] of <float>[..., *in, ...], of which a kernel [*in, *features] maps the dims `axis`."""
+  """Return <dtype>[..., *features], the product of dims `axis` of the inputs with a kernel [*in, *features]."""
   operands = operand_dtype(kernel, dtype)
   inputs = inputs.astype(operands)
   kernel = kernel.astype(operands)

@@ -1,7 +1,7 @@
 """Low-rank adapter of a kernel, as the layers that support adapters find it next to the kernel.
 
-The parameters `lora_a` and `lora_b` are in the scope of the kernel. `t5x_lite.adapters` adds them to the parameters of a
-model, and before each pass of the network also what only the configuration knows: `lora_scale` and, in training,
+The parameters `lora_a` and `lora_b` are in the scope of the kernel. `t5x_lite.adapters` adds them to the parameters of
+a model, and before each pass of the network also what only the configuration knows: `lora_scale` and, in training,
 `lora_dropout`. So neither networks nor layers pass an option on.
 """
 

@@ -19,6 +19,7 @@ from t5x_lite import errors
 from t5x_lite import layer_stacks
 from t5x_lite import losses
 from t5x_lite import metrics as metrics_lib
+from t5x_lite import optimizers
 from t5x_lite import subclassing
 from t5x_lite import tree_utils
 from t5x_lite.adapters import Lora
@@ -27,8 +28,6 @@ from t5x_lite.models import batch_metrics
 from t5x_lite.models import token_losses
 from t5x_lite.models import vocabulary_size
 from t5x_lite.networks.network import Network
-from t5x_lite.optimizers import MultiOptimizer
-from t5x_lite.optimizers import OptimizerDef
 from t5x_lite.types import Array, Batch, Params
 
 MetricFn = batch_metrics.MetricFn
@@ -708,7 +707,7 @@ def _restricted(optimizer_def: Any, adapter: Lora | None, owner: str) -> Any:
     ).or_none(),
   )
   # Other values are rejected where they are used.
-  if adapter is None or not isinstance(optimizer_def, OptimizerDef):
+  if adapter is None or not isinstance(optimizer_def, optimizers.OptimizerDef):
     return optimizer_def
   for option in ('param_dtype', 'stochastic_rounding'):
     value = getattr(optimizer_def.update_options, option)
@@ -723,7 +722,9 @@ def _restricted(optimizer_def: Any, adapter: Lora | None, owner: str) -> Any:
         )
       },
     )
-  return MultiOptimizer([(adapter.trained_patterns, optimizer_def)], part_names=['adapter'])
+  return optimizers.MultiOptimizer(
+    [(adapter.trained_patterns, optimizer_def)], part_names=['adapter']
+  )
 
 
 def _encoded(constraints, vocabulary, owner):
