@@ -21,7 +21,7 @@ TARGET_SETS: Mapping[str, str] = {
   'all': '',
 }
 # Logical axes of dims that number kernels: an adapter has an A and a B for each of them.
-_KERNELS_AXES = ('expert', 'layers', 'stack')
+KERNELS_AXES = ('expert', 'layers', 'stack')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Kernel:
     Raises:
       ConfigError: the dims of input and output are unknown.
     """
-    dims = tuple(dim for dim, name in enumerate(axes) if name not in _KERNELS_AXES)
+    dims = tuple(dim for dim, name in enumerate(axes) if name not in KERNELS_AXES)
     num_inputs = None
     if len(dims) == 2 or (len(dims) == 3 and axes[dims[0]] == 'embed'):
       num_inputs = 1
@@ -109,6 +109,24 @@ def _with_rank(of_dims: Sequence[Any], replaced: Sequence[int], of_rank: Any) ->
     elif dim not in replaced:
       values.append(value)
   return tuple(values)
+
+
+def with_adapter(params: Mapping[str, Any], params_axes: Mapping[str, Any]) -> list[Kernel]:
+  """Return the kernels that have an adapter.
+
+  Args:
+    params: nested dicts of arrays or shapes.
+    params_axes: axes metadata of the parameters.
+  """
+  flat = tree_utils.flatten_dict(tree_utils.to_dict(params))
+  metadata = tree_utils.flatten_dict(tree_utils.to_dict(params_axes))
+  ending = f'/{low_rank.LORA_A}'
+  found = []
+  for name in flat:
+    if name.endswith(ending):
+      path = f'{name.removesuffix(ending)}/{KERNEL}'
+      found.append(Kernel.of(path, flat[path].shape, metadata[f'{path}_axes'].names))
+  return found
 
 
 def sites_of(intermediates: Mapping[str, Any]) -> frozenset[str]:

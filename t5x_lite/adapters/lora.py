@@ -135,10 +135,14 @@ class Lora:
     """Return the rank of the adapter of the kernel at a '/'-joined path."""
     return first_match(self.rank_pattern, path, self.rank)
 
+  def alpha_of(self, path: str) -> float:
+    """Return the numerator of the factor s for the kernel at a '/'-joined path."""
+    return first_match(self.alpha_pattern, path, self.alpha)
+
   def scale_of(self, path: str) -> float:
     """Return the factor s of the adapter of the kernel at a '/'-joined path."""
     rank = self.rank_of(path)
-    alpha = first_match(self.alpha_pattern, path, self.alpha)
+    alpha = self.alpha_of(path)
     if self.rank_stabilized:
       return alpha / math.sqrt(rank)
     return alpha / rank

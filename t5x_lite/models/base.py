@@ -13,6 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from t5x_lite import adapters
 from t5x_lite import checks
 from t5x_lite import decoding
 from t5x_lite import errors
@@ -22,13 +23,12 @@ from t5x_lite import metrics as metrics_lib
 from t5x_lite import optimizers
 from t5x_lite import subclassing
 from t5x_lite import tree_utils
-from t5x_lite.adapters import Lora
 from t5x_lite.adapters import kernels as adapter_kernels
 from t5x_lite.models import batch_metrics
 from t5x_lite.models import token_losses
 from t5x_lite.models import vocabulary_size
 from t5x_lite.networks.network import Network
-from t5x_lite.types import Array, Batch, Params
+from t5x_lite.types import Array, Batch, Params, PyTree
 
 MetricFn = batch_metrics.MetricFn
 MetricsMap = batch_metrics.MetricsMap
@@ -84,6 +84,16 @@ class BaseModel(subclassing.WithFeatureConverter, abc.ABC):
   def metrics_of_microbatches(self, metrics: MetricsMap) -> MetricsMap:
     """Return the metrics of a batch from the merged metrics of its slices, for the model of `for_microbatches`."""
     return metrics
+
+  def gradient_metrics(self, grads: PyTree, params_axes: Mapping[str, Any] | None) -> MetricsMap:
+    """Return metrics of the gradients of a step by name; by default none.
+
+    Args:
+      grads: gradients, nested dicts like the parameters; equal layers may be stacked, see `layer_stacks`.
+      params_axes: axes metadata of the parameters, without stacked layers.
+    """
+    del grads, params_axes
+    return {}
 
   @abc.abstractmethod
   def loss_fn(
@@ -278,7 +288,7 @@ class BaseTransformerModel(BaseModel):
     feature_converter_cls: Any = None,
     metric_fns: Sequence[MetricFn] = (),
     constraints: decoding.Constraints | None = None,
-    adapter: Lora | None = None,
+    adapter: adapters.Lora | None = None,
   ):
     super().__init__(_restricted(optimizer_def, adapter, type(self).__name__))
     self.adapter = adapter
@@ -404,6 +414,12 @@ class BaseTransformerModel(BaseModel):
     if self.adapter is None:
       return params
     return self.adapter.prepare(params, has_dropout=dropout_rng is not None)
+
+  def gradient_metrics(self, grads, params_axes):
+    """See base class; the number of adapters without a gradient."""
+    if self.adapter is None or params_axes is None:
+      return {}
+    return adapters.metrics_of_gradients(grads, params_axes)
 
   def _initialize(self, rng: Array, *args: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
     """Return (output of the network, its new variables with those of the adapter).
@@ -697,13 +713,13 @@ def _usable_decode_fn(decode_fn, vocabulary):
   return decode_fn
 
 
-def _restricted(optimizer_def: Any, adapter: Lora | None, owner: str) -> Any:
+def _restricted(optimizer_def: Any, adapter: adapters.Lora | None, owner: str) -> Any:
   """Return the optimizer of the parameters that a model with `adapter` trains."""
   checks.check(
     owner,
     {'adapter': adapter},
     adapter=checks.instance(
-      Lora, 'an adapters.Lora', 'In gin, write adapter = @adapters.Lora().'
+      adapters.Lora, 'an adapters.Lora', 'In gin, write adapter = @adapters.Lora().'
     ).or_none(),
   )
   # Other values are rejected where they are used.
