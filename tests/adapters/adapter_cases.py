@@ -35,7 +35,7 @@ def make_model(adapter: Any, optimizer_def: Any = None, feed_forward: Any = None
 def initial_variables(model: Any) -> dict[str, Any]:
   """Return new variables of a model."""
   shapes = {name: x.shape for name, x in BATCH.items()}
-  return model.get_initial_variables(jax.random.key(0), shapes)
+  return jax.jit(lambda rng: model.get_initial_variables(rng, shapes))(jax.random.key(0))
 
 
 def random_b(params: Any) -> dict[str, Any]:

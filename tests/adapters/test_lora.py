@@ -41,6 +41,14 @@ def _dense(adapter, params, x, rng=None, **fields):
   return module.apply({'params': params}, x, rngs=rngs)
 
 
+def _logits(model, params):
+  return jax.jit(lambda params: model.compute_logits(params, cases.BATCH)[0])(params)
+
+
+def _loss(model, params):
+  return jax.jit(lambda params: model.loss_fn(params, cases.BATCH, None)[0])(params)
+
+
 # ---- Computation -----------------------------------------------------------------------------------------------------
 
 
@@ -114,8 +122,8 @@ def test_a_new_adapter_changes_no_value_and_no_logit(layout):
   for path, leaf in before.items():
     np.testing.assert_array_equal(after.pop(path), leaf)
   assert after and all('/lora_' in path for path in after)
-  logits, _ = model.compute_logits(variables['params'], cases.BATCH)
-  expected, _ = plain.compute_logits(tree_utils.unflatten_dict(before), cases.BATCH)
+  logits = _logits(model, variables['params'])
+  expected = _logits(plain, tree_utils.unflatten_dict(before))
   np.testing.assert_array_equal(logits, expected)
   assert not any('intermediates' in name for name in variables)
 
@@ -153,12 +161,12 @@ def test_the_pass_is_that_of_merged_kernels(adapter, scales, options):
   merged = cases.merged(
     params, lambda path: next(scale for part, scale in scales.items() if part in path)
   )
-  loss, _ = model.loss_fn(params, cases.BATCH, None)
-  expected, _ = plain.loss_fn(merged, cases.BATCH, None)
+  loss = _loss(model, params)
+  expected = _loss(plain, merged)
   base = tree_utils.unflatten_dict(
     {path: x for path, x in tree_utils.flatten_dict(params).items() if '/lora_' not in path}
   )
-  assert abs(plain.loss_fn(base, cases.BATCH, None)[0] - expected) > 0.1
+  assert abs(_loss(plain, base) - expected) > 0.1
   np.testing.assert_allclose(loss, expected, rtol=2e-6)
 
 
@@ -188,11 +196,7 @@ def test_layouts_have_the_shapes_of_each_other():
   shapes = jax.tree.map(jnp.shape, cases.initial_variables(other)['params'])
   converted = param_layouts.convert(params, 't5', 'scalable_t5', other.module.config)
   assert jax.tree.map(jnp.shape, converted) == shapes
-  np.testing.assert_allclose(
-    other.loss_fn(converted, cases.BATCH, None)[0],
-    model.loss_fn(params, cases.BATCH, None)[0],
-    rtol=1e-6,
-  )
+  np.testing.assert_allclose(_loss(other, converted), _loss(model, params), rtol=1e-6)
   back = param_layouts.convert(converted, 'scalable_t5', 't5', model.module.config)
   jax.tree.map(np.testing.assert_array_equal, back, params)
 
@@ -203,10 +207,9 @@ def test_stacked_layers_keep_their_own_scales():
   params = cases.random_b(cases.initial_variables(model)['params'])
   stacks = layer_stacks.LayerStacks((('encoder', (0, 1)), ('decoder', (0, 1, 2))))
   stacked = stacks.stack(params)
-  loss, grads = jax.value_and_grad(lambda p: model.loss_fn(p, cases.BATCH, None)[0])(params)
-  found, stacked_grads = jax.value_and_grad(lambda p: model.loss_fn(p, cases.BATCH, None)[0])(
-    stacked
-  )
+  gradients = jax.jit(jax.value_and_grad(lambda p: model.loss_fn(p, cases.BATCH, None)[0]))
+  loss, grads = gradients(params)
+  found, stacked_grads = gradients(stacked)
   np.testing.assert_allclose(found, loss, rtol=1e-6)
   for a, b in zip(
     jax.tree.leaves(stacks.unstack(stacked_grads)), jax.tree.leaves(grads), strict=True
@@ -224,8 +227,8 @@ def test_a_bfloat16_base_is_rounded_once():
     assert leaf.dtype == (jnp.float32 if is_trained else jnp.bfloat16), path
   wide = cases.make_model(adapters.Lora(rank=2))
   wide_params = cases.random_b(cases.initial_variables(wide)['params'])
-  logits, _ = model.compute_logits(params, cases.BATCH)
-  expected, _ = wide.compute_logits(wide_params, cases.BATCH)
+  logits = _logits(model, params)
+  expected = _logits(wide, wide_params)
   difference = np.abs(np.asarray(logits) - np.asarray(expected)).max()
   assert 0 < difference < 0.02 * np.abs(np.asarray(expected)).max()
 
@@ -252,6 +255,10 @@ def test_numbers_of_parameters_that_others_publish(rank, targets, expected, fiel
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
+
+
+def _small_model(adapter, optimizer_def=None):
+  return cases.make_model(adapter, optimizer_def, num_encoder_layers=1, num_decoder_layers=1)
 
 
 def _train(model, num_steps, mesh=None, num_partitions=1, batch=None, **options):
@@ -304,7 +311,7 @@ def test_only_adapters_and_chosen_parameters_change(optimizer_def, options):
   adapter = adapters.Lora(
     rank=2, targets='all', dropout_rate=0.1, also_train=('encoder_norm/scale$',)
   )
-  model = cases.make_model(adapter, optimizer_def)
+  model = _small_model(adapter, optimizer_def)
   first, last, metrics, state = _train(model, 20, _one_device(), **options)
   trained = set()
   for path, before in tree_utils.named_leaves(first):
@@ -322,16 +329,16 @@ def test_only_adapters_and_chosen_parameters_change(optimizer_def, options):
 
 def test_a_float32_base_trains_as_frozen_parameters_do():
   """The same arrays, of which a part of an optimizer selects those of the adapter, without rounding of the others."""
-  _, expected, _, _ = _train(cases.make_model(adapters.Lora(rank=2)), 3, _one_device())
+  _, expected, _, _ = _train(_small_model(adapters.Lora(rank=2)), 3, _one_device())
   _, found, _, _ = _train(
-    cases.make_model(adapters.Lora(rank=2, base_dtype='float32')), 3, _one_device()
+    _small_model(adapters.Lora(rank=2, base_dtype='float32')), 3, _one_device()
   )
   jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 @pytest.mark.parametrize('num_partitions', [1, 2])
 def test_meshes_agree_with_one_device(num_partitions):
-  model = cases.make_model(adapters.Lora(rank=2, targets='all'), optimizers.sgd())
+  model = _small_model(adapters.Lora(rank=2, targets='all'), optimizers.sgd())
   _, expected, metrics, _ = _train(model, 2, _one_device())
   _, found, others, _ = _train(model, 2, num_partitions=num_partitions)
   np.testing.assert_allclose(others['loss'].value, metrics['loss'].value, rtol=2e-6)
