@@ -99,11 +99,19 @@ def add_t5_small_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument('--optimizer', default='adafactor', choices=['adafactor', 'adamw'])
 
 
-def t5_small(args: argparse.Namespace, **config_fields: object) -> types.SimpleNamespace:
+def t5_small(
+  args: argparse.Namespace,
+  *,
+  trained: str | None = None,
+  model_options: dict | None = None,
+  **config_fields: object,
+) -> types.SimpleNamespace:
   """Build the training of T5 1.1 small (77 M parameters), by default without dropout and in float32.
 
   Args:
     args: see `add_t5_small_arguments`.
+    trained: expression of the paths of the parameters that the optimizer trains; None for all.
+    model_options: more arguments of the model.
     **config_fields: fields of `T5Config` that replace or follow the default ones.
 
   Returns:
@@ -146,8 +154,15 @@ def t5_small(args: argparse.Namespace, **config_fields: object) -> types.SimpleN
     )
   else:
     optimizer_def = optimizers.adamw(1e-3)
+  if trained is not None:
+    optimizer_def = optimizers.MultiOptimizer([(trained, optimizer_def)])
   model = models.EncoderDecoderModel(
-    t5.Transformer(config), vocabulary, vocabulary, optimizer_def, z_loss=1e-4
+    t5.Transformer(config),
+    vocabulary,
+    vocabulary,
+    optimizer_def,
+    z_loss=1e-4,
+    **(model_options or {}),
   )
   partitioner = partitioning.PjitPartitioner(num_partitions=1)
   lengths = {
@@ -158,7 +173,7 @@ def t5_small(args: argparse.Namespace, **config_fields: object) -> types.SimpleN
   }
   shapes = {name: (args.batch, length) for name, length in lengths.items()}
   initializer = state_init.TrainStateInitializer(
-    optimizer_def,
+    model.optimizer_def,
     model.get_initial_variables,
     shapes,
     partitioner,

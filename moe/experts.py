@@ -16,7 +16,9 @@ from moe.dispatch.sharding import constrain
 from moe.routing.result import Routing
 from moe.routing.types import ChoiceRouting
 from t5x_lite import checks
+from t5x_lite import errors
 from t5x_lite import partitioning
+from t5x_lite.layers import low_rank
 from t5x_lite.layers.dense import Initializer
 from t5x_lite.layers.dense import default_kernel_init
 
@@ -98,6 +100,10 @@ class _Projections(nn.Module):
     kernel = nn_partitioning.param_with_axes(
       'kernel', init, (self.num_experts, *self.shape), jnp.float32, axes=('expert', *self.axes)
     )
+    low_rank.declare_site(self)
+    adapter = low_rank.find(self)
+    if adapter is not None:
+      kernel = _with_adapter(kernel, adapter)
     if not self.mlp.use_bias:
       return kernel, None
     bias = nn_partitioning.param_with_axes(
@@ -108,6 +114,25 @@ class _Projections(nn.Module):
       axes=('expert', self.axes[1]),
     )
     return kernel, bias
+
+
+def _with_adapter(kernel: jax.Array, adapter: low_rank.LowRank) -> jax.Array:
+  """Return float32 [E, in, out], the sum of W and A B, so that all forms of dispatch compute one product.
+
+  Args:
+    kernel: <float>[E, in, out].
+    adapter: adapter of each expert.
+
+  Raises:
+    ConfigError: the adapter has dropout, which would be different for each token.
+  """
+  if adapter.dropout_rate is not None:
+    raise errors.ConfigError(
+      "`Lora.dropout_rate` must be 0 with experts' kernels among the targets, since the product of an adapter is added "
+      'to the kernel. Set it to 0, or narrow `Lora.targets`.'
+    )
+  update = jnp.einsum('eir,ero->eio', adapter.a, adapter.b)
+  return kernel.astype(jnp.float32) + update
 
 
 class ExpertParams(nn.Module):

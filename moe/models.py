@@ -15,6 +15,7 @@ from moe import networks
 from moe import recording
 from moe.layers import MoeLayer
 from moe.routing import token_routers as routers
+from t5x_lite import adapters
 from t5x_lite import checks
 from t5x_lite import decoding
 from t5x_lite import errors
@@ -258,6 +259,7 @@ class MoeEncoderDecoderModel(_SparseModel, models.EncoderDecoderModel):
       (`loss_normalizing_factor=None`), as in T5X, their relative weight decreases with the batch size.
     metric_fns: see `EncoderDecoderModel`.
     constraints: see `EncoderDecoderModel`.
+    adapter: see `EncoderDecoderModel`.
 
   Raises:
     ConfigError: see `EncoderDecoderModel`; or a negative factor.
@@ -284,6 +286,7 @@ class MoeEncoderDecoderModel(_SparseModel, models.EncoderDecoderModel):
     auxiliary_losses_per_target: bool = False,
     metric_fns: Sequence[models.MetricFn] = (),
     constraints: decoding.Constraints | None = None,
+    adapter: adapters.Lora | None = None,
   ):
     super().__init__(
       module,
@@ -298,6 +301,7 @@ class MoeEncoderDecoderModel(_SparseModel, models.EncoderDecoderModel):
       default_decoder_params,
       metric_fns=metric_fns,
       constraints=constraints,
+      adapter=adapter,
     )
     self._set_factors(aux_loss_factor, router_z_loss_factor)
     self.auxiliary_losses_per_target = auxiliary_losses_per_target
@@ -321,6 +325,7 @@ class MoeDecoderOnlyModel(_SparseModel, models.DecoderOnlyModel):
     auxiliary_losses_per_target: see `MoeEncoderDecoderModel`.
     metric_fns: see `DecoderOnlyModel`.
     constraints: see `DecoderOnlyModel`.
+    adapter: see `DecoderOnlyModel`.
 
   Raises:
     ConfigError: see `DecoderOnlyModel`; or a negative factor.
@@ -346,6 +351,7 @@ class MoeDecoderOnlyModel(_SparseModel, models.DecoderOnlyModel):
     auxiliary_losses_per_target: bool = False,
     metric_fns: Sequence[models.MetricFn] = (),
     constraints: decoding.Constraints | None = None,
+    adapter: adapters.Lora | None = None,
   ):
     super().__init__(
       module,
@@ -359,6 +365,7 @@ class MoeDecoderOnlyModel(_SparseModel, models.DecoderOnlyModel):
       loss_normalizing_factor,
       metric_fns=metric_fns,
       constraints=constraints,
+      adapter=adapter,
     )
     self._set_factors(aux_loss_factor, router_z_loss_factor)
     self.auxiliary_losses_per_target = auxiliary_losses_per_target

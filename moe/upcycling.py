@@ -32,6 +32,7 @@ from t5x_lite import tree_utils
 from t5x_lite.checkpoints import builders
 from t5x_lite.checkpoints.restoring import lazy_arrays
 from t5x_lite.formatting import first_names
+from t5x_lite.layers import low_rank
 
 _logger = logging.getLogger(__name__)
 
@@ -416,7 +417,7 @@ class _Upcycling:
     return None
 
   def _check(self) -> None:
-    """Raise CheckpointError unless the states belong to a dense and a sparse variant of the same network."""
+    """Raise unless the states belong to a dense and a sparse variant of the same network, without adapters."""
     already = [path for path in self._dense if expert_state.split_path(path) is not None]
     if already or not self._experts:
       if already:
@@ -426,6 +427,12 @@ class _Upcycling:
       raise errors.CheckpointError(
         f'Cannot upcycle: {problem}. To restore without upcycling, remove moe.upcycle '
         'from the builders of RestoreCheckpointConfig.'
+      )
+    with_adapter = [path for path in self._sparse if path.endswith(f'/{low_rank.LORA_A}')]
+    if with_adapter:
+      raise errors.ConfigError(
+        f'Cannot upcycle a model with an adapter ({with_adapter[0]}). Upcycle without adapters/lora.gin first, then '
+        'fine-tune the sparse checkpoint with it.'
       )
     if self._options.granularity > 1:
       expert_state.check_routers(

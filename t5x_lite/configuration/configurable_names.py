@@ -45,6 +45,7 @@ CALLED: dict[str, str] = {
   ),
   'optax.contrib': 'normalize',
   'seqio': 'ByteVocabulary ContinuousFeature Feature PassThroughVocabulary SentencePieceVocabulary',
+  't5x_lite.adapters.lora': 'Lora',
   't5x_lite.trainer.actions': 'EarlyStoppingAction TerminateOnNanAction',
   't5x_lite.apps.infer.run': 'create_task_from_tfexample_file',
   't5x_lite.apps.train.step_log': 'LogConfig',

@@ -12,6 +12,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from t5x_lite.layers import low_rank
+
 Initializer = Callable[..., jax.Array]
 
 # T5's initializer for feed-forward and output kernels; attention kernels use the untruncated normal.
@@ -50,7 +52,7 @@ class DenseGeneral(nn.Module):
 
   The kernel is one parameter `kernel`, float32 when initialised. T5X has two forms, with different checkpoints: a
   matrix [prod(in), prod(features)] (`flat_kernel`, the `t5` layout) and [*in, *features] (the `scalable_t5` layout).
-  Both have the same values for the same seed.
+  Both have the same values for the same seed. The output of a low-rank adapter of the kernel (`low_rank`) is added.
 
   Attributes:
     features: size or sizes of the output dims.
@@ -100,22 +102,37 @@ class DenseGeneral(nn.Module):
       jnp.float32,
       axes=self.kernel_axes,
     )
-    operands = operand_dtype(kernel, self.dtype)
-    inputs = inputs.astype(operands)
-    kernel = kernel.astype(operands)
-    if axis == tuple(range(inputs.ndim - len(axis), inputs.ndim)):
-      # One matrix product of rows, so that the kernel's gradient contracts one dim. With separate dims for batch and
-      # length the CPU compiler makes transposed copies of the operands, which cost as much as the products. Batch comes
-      # first, so rows stay sharded over it; with a sharded `length` the reshape would move data.
-      rows = jnp.dot(
-        inputs.reshape(-1, matrix_shape[0]),
-        kernel.reshape(matrix_shape),
-        preferred_element_type=self.dtype,
-      )
-      return rows.reshape(*inputs.shape[: axis[0]], *features)
-    return lax.dot_general(
-      inputs,
-      kernel.reshape(full_shape),
-      ((axis, tuple(range(len(axis)))), ((), ())),
-      preferred_element_type=self.dtype,
+    low_rank.declare_site(self)
+    outputs = _contract(inputs, kernel.reshape(full_shape), axis, self.dtype)
+    adapter = low_rank.find(self)
+    if adapter is None:
+      return outputs
+    # [..., rank]: next to the product with the kernel, so that a frozen kernel needs no product for its gradient.
+    hidden = _contract(
+      adapter.dropout(self, inputs), adapter.a.reshape(*in_shape, -1), axis, self.dtype
     )
+    return outputs + _contract(
+      hidden, adapter.b.reshape(-1, *features), (hidden.ndim - 1,), self.dtype
+    )
+
+
+def _contract(inputs: jax.Array, kernel: jax.Array, axis: tuple[int, ...], dtype: Any) -> jax.Array:
+  """Return <dtype>[..., *features], the product of dims `axis` of the inputs with a kernel [*in, *features]."""
+  operands = operand_dtype(kernel, dtype)
+  inputs = inputs.astype(operands)
+  kernel = kernel.astype(operands)
+  features = kernel.shape[len(axis) :]
+  if axis == tuple(range(inputs.ndim - len(axis), inputs.ndim)):
+    # One matrix product of rows, so that the kernel's gradient contracts one dim. With separate dims for batch and
+    # length the CPU compiler makes transposed copies of the operands, which cost as much as the products. Batch comes
+    # first, so rows stay sharded over it; with a sharded `length` the reshape would move data.
+    num_inputs = math.prod(kernel.shape[: len(axis)])
+    rows = jnp.dot(
+      inputs.reshape(-1, num_inputs),
+      kernel.reshape(num_inputs, -1),
+      preferred_element_type=dtype,
+    )
+    return rows.reshape(*inputs.shape[: axis[0]], *features)
+  return lax.dot_general(
+    inputs, kernel, ((axis, tuple(range(len(axis)))), ((), ())), preferred_element_type=dtype
+  )

@@ -13,19 +13,22 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from t5x_lite import adapters
 from t5x_lite import checks
 from t5x_lite import decoding
 from t5x_lite import errors
 from t5x_lite import layer_stacks
 from t5x_lite import losses
 from t5x_lite import metrics as metrics_lib
+from t5x_lite import optimizers
 from t5x_lite import subclassing
 from t5x_lite import tree_utils
+from t5x_lite.adapters import kernels as adapter_kernels
 from t5x_lite.models import batch_metrics
 from t5x_lite.models import token_losses
 from t5x_lite.models import vocabulary_size
 from t5x_lite.networks.network import Network
-from t5x_lite.types import Array, Batch, Params
+from t5x_lite.types import Array, Batch, Params, PyTree
 
 MetricFn = batch_metrics.MetricFn
 MetricsMap = batch_metrics.MetricsMap
@@ -81,6 +84,16 @@ class BaseModel(subclassing.WithFeatureConverter, abc.ABC):
   def metrics_of_microbatches(self, metrics: MetricsMap) -> MetricsMap:
     """Return the metrics of a batch from the merged metrics of its slices, for the model of `for_microbatches`."""
     return metrics
+
+  def gradient_metrics(self, grads: PyTree, params_axes: Mapping[str, Any] | None) -> MetricsMap:
+    """Return metrics of the gradients of a step by name; by default none.
+
+    Args:
+      grads: gradients, nested dicts like the parameters; equal layers may be stacked, see `layer_stacks`.
+      params_axes: axes metadata of the parameters, without stacked layers.
+    """
+    del grads, params_axes
+    return {}
 
   @abc.abstractmethod
   def loss_fn(
@@ -233,6 +246,7 @@ class BaseTransformerModel(BaseModel):
     decode_fn: decoding algorithm of predictions; or `decoding.LabelScores`, which scores labels instead.
     constraints: constraints on predictions, which `decode_fn` must support. They replace a `logit_processor` of
       `decode_fn`. None for none.
+    adapter: low-rank adapters of kernels of the network, to which the optimizer is restricted; None for none.
     label_smoothing: probability mass, in [0, 1), moved from the target to all other ids.
     z_loss: coefficient of the z-loss, which keeps the softmax's normaliser near 1.
     loss_normalizing_factor: divisor of the summed loss: None, a number above 0, or a special factor or its name; see
@@ -274,8 +288,10 @@ class BaseTransformerModel(BaseModel):
     feature_converter_cls: Any = None,
     metric_fns: Sequence[MetricFn] = (),
     constraints: decoding.Constraints | None = None,
+    adapter: adapters.Lora | None = None,
   ):
-    super().__init__(optimizer_def)
+    super().__init__(_restricted(optimizer_def, adapter, type(self).__name__))
+    self.adapter = adapter
     if isinstance(loss_normalizing_factor, str):
       loss_normalizing_factor = losses.convert_special_loss_normalizing_factor_to_enum(
         loss_normalizing_factor
@@ -387,6 +403,43 @@ class BaseTransformerModel(BaseModel):
     model = copy.copy(self)
     model._custom_metrics = batch_metrics.CustomMetrics(owner, metric_fns)
     return model
+
+  def network_params(self, params: Params, dropout_rng: Array | None = None) -> Params:
+    """Return the parameters for passes of the network: those of an adapter get its scale and dropout.
+
+    Args:
+      params: tree of parameters.
+      dropout_rng: key for dropout of the passes; None for no dropout.
+    """
+    if self.adapter is None:
+      return params
+    return self.adapter.prepare(params, has_dropout=dropout_rng is not None)
+
+  def gradient_metrics(self, grads, params_axes):
+    """See base class; the number of adapters without a gradient."""
+    if self.adapter is None or params_axes is None:
+      return {}
+    return adapters.metrics_of_gradients(grads, params_axes)
+
+  def _initialize(self, rng: Array, *args: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """Return (output of the network, its new variables with those of the adapter).
+
+    Args:
+      rng: key of the parameters.
+      *args: arguments of the network.
+      **options: keyword arguments of the network.
+    """
+    if self.adapter is not None:
+      # With sown values, which say what kernels support an adapter.
+      options['mutable'] = True
+    output, variables = self.module.init_with_output(rng, *args, **options)
+    variables = dict(tree_utils.to_dict(variables))
+    # Sown values belong to a batch, not to the state.
+    intermediates = variables.pop('intermediates', {})
+    if self.adapter is not None:
+      sites = adapter_kernels.sites_of(intermediates)
+      variables = self.adapter.add_to(variables, rng, sites)
+    return output, variables
 
   @abc.abstractmethod
   def compute_logits(
@@ -658,6 +711,36 @@ def _usable_decode_fn(decode_fn, vocabulary):
   if decode_fn is not None:
     decoding.contract_of(decode_fn)
   return decode_fn
+
+
+def _restricted(optimizer_def: Any, adapter: adapters.Lora | None, owner: str) -> Any:
+  """Return the optimizer of the parameters that a model with `adapter` trains."""
+  checks.check(
+    owner,
+    {'adapter': adapter},
+    adapter=checks.instance(
+      adapters.Lora, 'an adapters.Lora', 'In gin, write adapter = @adapters.Lora().'
+    ).or_none(),
+  )
+  # Other values are rejected where they are used.
+  if adapter is None or not isinstance(optimizer_def, optimizers.OptimizerDef):
+    return optimizer_def
+  for option in ('param_dtype', 'stochastic_rounding'):
+    value = getattr(optimizer_def.update_options, option)
+    checks.check(
+      'with_update_options',
+      {option: value},
+      **{
+        option: checks.Expectation(
+          'unset with an adapter',
+          lambda value: not value,
+          'Adapters are float32; to keep the other parameters in bfloat16 set Lora.base_dtype.',
+        )
+      },
+    )
+  return optimizers.MultiOptimizer(
+    [(adapter.trained_patterns, optimizer_def)], part_names=['adapter']
+  )
 
 
 def _encoded(constraints, vocabulary, owner):

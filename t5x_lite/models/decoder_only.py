@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from t5x_lite import checks
 from t5x_lite import decoding
 from t5x_lite import losses
-from t5x_lite import tree_utils
+from t5x_lite.adapters import Lora
 from t5x_lite.models import base
 from t5x_lite.models import generation
 from t5x_lite.models import vocabulary_size
@@ -46,6 +46,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
     loss_normalizing_factor: see `BaseTransformerModel`.
     metric_fns: see `BaseTransformerModel`.
     constraints: see `BaseTransformerModel`.
+    adapter: see `BaseTransformerModel`.
 
   Raises:
     ConfigError: see `BaseTransformerModel`.
@@ -69,6 +70,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
     *,
     metric_fns: Sequence[base.MetricFn] = (),
     constraints: decoding.Constraints | None = None,
+    adapter: Lora | None = None,
   ):
     super().__init__(
       module=module,
@@ -82,6 +84,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
       feature_converter_cls=feature_converter_cls,
       metric_fns=metric_fns,
       constraints=constraints,
+      adapter=adapter,
     )
     self._inputs_bidirectional_attention = inputs_bidirectional_attention
 
@@ -99,13 +102,8 @@ class DecoderOnlyModel(base.BaseTransformerModel):
     """
     name = 'decoder_input_tokens'
     tokens = jnp.ones(input_shapes[name], (input_types or {}).get(name, jnp.int32))
-    logits, variables = self.module.init_with_output(
-      rng, tokens, tokens, decode=False, enable_dropout=False
-    )
+    logits, variables = self._initialize(rng, tokens, tokens, decode=False, enable_dropout=False)
     vocabulary_size.check_vocabulary_fits('vocabulary', self.output_vocabulary, logits.shape[-1])
-    variables = dict(tree_utils.to_dict(variables))
-    # Sown values belong to a batch, not to the state.
-    variables.pop('intermediates', None)
     return variables
 
   def compute_logits(
@@ -122,7 +120,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
       options['return_logits'] = False
     return base.apply_module(
       self.module,
-      params,
+      self.network_params(params, dropout_rng),
       batch['decoder_input_tokens'],
       batch['decoder_target_tokens'],
       **options,
@@ -215,7 +213,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
     apply = functools.partial(
       base.apply_module,
       self.module,
-      params,
+      self.network_params(params),
       enable_dropout=False,
       decode=True,
       max_decode_length=length,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from t5x_lite import checks
 from t5x_lite import decoding
 from t5x_lite import losses
-from t5x_lite import tree_utils
+from t5x_lite.adapters import Lora
 from t5x_lite.models import base
 from t5x_lite.models import generation
 from t5x_lite.models import vocabulary_size
@@ -68,6 +68,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
       are any, they replace those of `decode_fn`.
     decoder_start_id: first input of the decoder for each text, also in packed rows. Batches have 0 there, whatever
       made them, and the model replaces it.
+    adapter: see `BaseTransformerModel`.
 
   Raises:
     ConfigError: see `BaseTransformerModel`; or a number of decodes that `decode_fn` does not support.
@@ -94,6 +95,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     constraints: decoding.Constraints | None = None,
     stop_token_ids: Sequence[int] = (),
     decoder_start_id: int = 0,
+    adapter: Lora | None = None,
   ):
     super().__init__(
       module=module,
@@ -107,6 +109,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
       feature_converter_cls=feature_converter_cls,
       metric_fns=metric_fns,
       constraints=constraints,
+      adapter=adapter,
     )
     checks.check(
       'models.EncoderDecoderModel',
@@ -146,7 +149,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     packing: dict[str, Any] = {
       name: ones(name) for name in _PACKING_FEATURES if name in input_shapes
     }
-    logits, variables = self.module.init_with_output(
+    logits, variables = self._initialize(
       rng,
       encoder_inputs,
       decoder_inputs,
@@ -158,9 +161,6 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     vocabulary_size.check_vocabulary_fits(
       'output_vocabulary', self.output_vocabulary, logits.shape[-1]
     )
-    variables = dict(tree_utils.to_dict(variables))
-    # Sown values belong to a batch, not to the state.
-    variables.pop('intermediates', None)
     return variables
 
   def compute_logits(
@@ -172,7 +172,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
       options['return_logits'] = False
     return base.apply_module(
       self.module,
-      params,
+      self.network_params(params, dropout_rng),
       batch['encoder_input_tokens'],
       self._with_start(batch['decoder_input_tokens'], batch.get('decoder_segment_ids')),
       batch['decoder_target_tokens'],
@@ -276,7 +276,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     )
     sequences, scores = generation.generate(
       self.module,
-      params,
+      self.network_params(params),
       batch['encoder_input_tokens'],
       self._with_start(prompt),
       self.decode_fn,

@@ -143,14 +143,6 @@ def _is_layered(stack: str, rest: str) -> bool:
   return rest.startswith(f'{stack}/') or _LAYER.match(rest) is not None
 
 
-def _attention_projection(name: str) -> str | None:
-  """Return 'query', 'key', 'value' or 'out' for a kernel of attention, by its name within a layer."""
-  parts = name.split('/')
-  if len(parts) >= 3 and parts[-3].endswith('attention') and parts[-1] == 'kernel':
-    return parts[-2]
-  return None
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # From layers to stacks
 
@@ -193,14 +185,13 @@ def _check_layers(stack: str, layers: Mapping[int, Mapping[str, Any]]) -> None:
 
 
 def _check_attention(stack: str, layer: Mapping[str, Any], heads: int) -> None:
-  shapes = {
-    name: tuple(leaf.shape)
-    for name, leaf in layer.items()
-    if _attention_projection(name) is not None
-  }
-  widths = {
-    shape[0 if _attention_projection(name) == 'out' else -1] for name, shape in shapes.items()
-  }
+  shapes = {}
+  widths = set()
+  for name, leaf in layer.items():
+    dim = param_layouts.heads_dim(name)
+    if dim is not None:
+      shapes[name] = tuple(leaf.shape)
+      widths.add(leaf.shape[min(dim, len(leaf.shape) - 1)])
   if (
     len(widths) > 1
     or any(width % heads for width in widths)
@@ -214,11 +205,11 @@ def _check_attention(stack: str, layer: Mapping[str, Any], heads: int) -> None:
 
 def _split_shape(rest: str, shape: tuple[int, ...], heads: int) -> tuple[int, ...]:
   """Return the shape of an array of one layer with separate dims for heads and kv."""
-  projection = _attention_projection(rest)
-  if projection is None:
+  dim = param_layouts.heads_dim(rest)
+  if dim is None:
     return shape
-  split = (heads, (shape[0] if projection == 'out' else shape[-1]) // heads)
-  if projection == 'out':
+  split = (heads, shape[dim] // heads)
+  if dim == 0:
     return (*split, shape[1])
   return (shape[0], *split)
 
@@ -277,10 +268,10 @@ def _plan_layers(
 
 def _joined_shape(rest: str, shape: tuple[int, ...]) -> tuple[int, ...]:
   """Return the shape of an array of one layer with one dim for heads and kv."""
-  projection = _attention_projection(rest)
-  if projection is None:
+  dim = param_layouts.heads_dim(rest)
+  if dim is None:
     return shape
-  if projection == 'out':
+  if dim == 0:
     return (int(np.prod(shape[:-1])), shape[-1])
   return (shape[0], int(np.prod(shape[1:])))
 

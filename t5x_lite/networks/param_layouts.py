@@ -18,6 +18,8 @@ import numpy as np
 from t5x_lite import checks
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
+from t5x_lite.layers.low_rank import LORA_A
+from t5x_lite.layers.low_rank import LORA_B
 from t5x_lite.networks.t5_config import StackConfig
 
 Params = Mapping[str, Any]
@@ -57,37 +59,55 @@ def _stack_leaves(*leaves: Any) -> Any:
   return _xp(leaves[0]).stack(leaves, _LAYERS_DIM)
 
 
+def heads_dim(name: str) -> int | None:
+  """Return the dim that heads and kv share in a matrix of attention, 0 or 1; None for other arrays.
+
+  These are the kernels, and of low-rank adapters the array at the heads' side of the kernel.
+
+  Args:
+    name: '/'-joined path within a layer.
+
+  >>> heads_dim('attention/query/kernel'), heads_dim('attention/out/lora_a'), heads_dim('attention/out/lora_b')
+  (1, 0, None)
+  """
+  parts = name.split('/')
+  if len(parts) < 3 or not parts[-3].endswith('attention'):
+    return None
+  if parts[-2] == 'out' and parts[-1] in ('kernel', LORA_A):
+    return 0
+  if parts[-2] != 'out' and parts[-1] in ('kernel', LORA_B):
+    return 1
+  return None
+
+
 def _map_attention_kernels(layer: Params, fn) -> dict[str, Any]:
-  """Return `layer` with `fn(name of the projection, kernel)` for every attention kernel."""
+  """Return `layer` with `fn(name of the projection, dim of the heads, kernel)` for every matrix of attention."""
 
   def visit(name, leaf):
-    parts = name.split('/')
-    is_kernel = len(parts) >= 3 and parts[-3].endswith('attention') and parts[-1] == 'kernel'
-    if is_kernel:
-      return fn(parts[-2], leaf)
-    return leaf
+    dim = heads_dim(name)
+    if dim is None:
+      return leaf
+    return fn(name.split('/')[-2], dim, leaf)
 
   return tree_utils.map_with_names(visit, layer)
 
 
-def _flatten_kernel(projection: str, kernel: Any) -> Any:
+def _flatten_kernel(projection: str, joined_dim: int, kernel: Any) -> Any:
   """Merge the heads and kv dims of an attention kernel of one layer."""
   _check_kernel(
     projection, kernel, kernel.ndim == 3, 'three dims, with one for heads and one for kv'
   )
-  if projection == 'out':
+  if joined_dim == 0:
     return kernel.reshape(-1, kernel.shape[-1])
   return kernel.reshape(kernel.shape[0], -1)
 
 
-def _unflatten_kernel(config: StackConfig, projection: str, kernel: Any) -> Any:
+def _unflatten_kernel(config: StackConfig, projection: str, joined_dim: int, kernel: Any) -> Any:
   """Split the heads and kv dims of an attention kernel of one layer."""
   heads = (config.num_heads, config.head_dim)
-  if projection == 'out':
-    joined_dim = 0
+  if joined_dim == 0:
     shape = (*heads, -1)
   else:
-    joined_dim = 1
     shape = (-1, *heads)
   joined = config.num_heads * config.head_dim
   is_valid = kernel.ndim == 2 and kernel.shape[joined_dim] == joined

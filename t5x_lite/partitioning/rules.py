@@ -104,7 +104,15 @@ def standard_logical_axis_rules(
   rules += embed_rules[activation_partitioning_dims, parameter_partitioning_dims]
   rules += [
     (name, None)
-    for name in ('relpos_buckets', 'abspos_buckets', 'length', 'layers', 'stack', 'mlp_activations')
+    for name in (
+      'relpos_buckets',
+      'abspos_buckets',
+      'length',
+      'layers',
+      'stack',
+      'mlp_activations',
+      'lora_rank',
+    )
   ]
   return rules + list(freeze_rules(additional_rules or ()))
 

@@ -518,6 +518,7 @@ def train_with_lr(
   )
   loss, grads, metrics, mutables = accumulate_gradients(*arguments)
   grads, norm = transform(grads)
+  metrics = {**metrics, **model.gradient_metrics(grads, train_state.params_axes)}
   value_fn = make_value_fn(*arguments)
   known = {
     'value': loss,

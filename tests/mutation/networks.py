@@ -27,8 +27,8 @@ MUTANTS = (
   Mutant(
     'products_of_bfloat16_weights_are_rounded',
     't5x_lite/layers/dense.py',
-    'kernel.reshape(matrix_shape),\n        preferred_element_type=self.dtype,\n      )',
-    'kernel.reshape(matrix_shape)).astype(self.dtype)',
+    'kernel.reshape(num_inputs, -1),\n      preferred_element_type=dtype,\n    )',
+    'kernel.reshape(num_inputs, -1)).astype(dtype)',
     'tests/layers/test_dense.py'
     '::test_dense_multiplies_bfloat16_weights_with_bfloat16_inputs_and_sums_in_float32',
   ),

@@ -4,6 +4,62 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'adapters_have_the_scale_of_alpha',
+    't5x_lite/adapters/lora.py',
+    'return alpha / rank',
+    'return alpha',
+    'tests/adapters/test_lora.py::test_the_pass_is_that_of_merged_kernels[all-options0]',
+  ),
+  Mutant(
+    'all_parameters_are_trained_with_an_adapter',
+    't5x_lite/models/base.py',
+    'if adapter is None or not isinstance(optimizer_def, optimizers.OptimizerDef):',
+    'if True:',
+    'tests/adapters/test_lora.py::test_a_later_optimizer_file_trains_only_the_adapters',
+  ),
+  Mutant(
+    'kernels_that_ignore_adapters_are_targets',
+    't5x_lite/adapters/kernels.py',
+    'if path not in projections:',
+    'if False:',
+    'tests/adapters/test_lora.py::test_a_kernel_of_a_custom_product_is_an_error_and_in_no_set',
+  ),
+  Mutant(
+    'adapters_without_a_scale_are_ignored',
+    't5x_lite/layers/low_rank.py',
+    "if not module.has_variable('params', LORA_A):",
+    "if not module.has_variable('params', LORA_SCALE):",
+    'tests/adapters/test_lora.py::test_parameters_of_an_adapter_without_its_model_raise',
+  ),
+  Mutant(
+    'dropout_of_adapters_is_not_scaled',
+    't5x_lite/layers/low_rank.py',
+    'x / keep.astype(x.dtype)',
+    'x',
+    'tests/adapters/test_lora.py::test_gradients_equal_those_of_float64[-1-shape0-0.5]',
+  ),
+  Mutant(
+    'the_heads_of_adapters_stay_joined',
+    't5x_lite/networks/param_layouts.py',
+    "if parts[-2] != 'out' and parts[-1] in ('kernel', LORA_B):",
+    "if parts[-2] != 'out' and parts[-1] in ('kernel',):",
+    'tests/adapters/test_lora.py::test_layouts_have_the_shapes_of_each_other',
+  ),
+  Mutant(
+    'stacked_layers_share_the_scale_of_the_first',
+    't5x_lite/adapters/lora.py',
+    'jnp.asarray(scales, jnp.float32)',
+    'jnp.asarray(scales[:1], jnp.float32)',
+    'tests/adapters/test_lora.py::test_stacked_layers_keep_their_own_scales',
+  ),
+  Mutant(
+    'adapters_count_by_array',
+    't5x_lite/adapters/gradients.py',
+    'if name not in kernels.KERNELS_AXES',
+    'if True',
+    'tests/adapters/test_gradients.py::test_each_expert_of_each_layer_counts',
+  ),
+  Mutant(
     'rows_are_lost_if_the_files_cannot_be_opened',
     't5x_lite/trainer/summaries.py',
     '    self._waiting.append(fn)\n    self._write_waiting()\n',

@@ -50,6 +50,7 @@ _COMPANIONS = {
   'optimizers': lambda name: ['recipes/keyword_cloze.gin', name],
   'partitioning': lambda name: ['recipes/keyword_cloze.gin', name],
   'data': lambda name: ['recipes/keyword_cloze.gin', name],
+  'adapters': lambda name: ['recipes/keyword_cloze.gin', name],
 }
 # Runs of other commands, tested with these.
 _OTHER_RUNS = ('runs/eval', 'runs/export', 'runs/infer')

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import clu.values
 import numpy as np
 
+from t5x_lite import adapters
 from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import evaluation
@@ -97,10 +98,44 @@ def describe(
   if model is not None:
     start_id = getattr(model, 'decoder_start_id', 0)
     parts.insert(2, f'Vocabulary  {describe_vocabulary(model.output_vocabulary, start_id)}')
+    adapter = describe_adapter(model, train_state_shape)
+    if adapter is not None:
+      parts.insert(1, adapter)
   if attention_kernels:
     parts.append('\n'.join(['Attention kernels', *map(str, attention_kernels)]))
   parts.append('\n'.join([f'Plan\nstart        {start.description}', *_fit_lines(fit), plan]))
   return '\n\n'.join(parts)
+
+
+def describe_adapter(model: Any, train_state_shape: PyTree) -> str | None:
+  """Return one line about the adapter of a model and what it trains; None without an adapter.
+
+  Args:
+    model: the model.
+    train_state_shape: shapes of the train state, with an optimizer.
+  """
+  adapter = getattr(model, 'adapter', None)
+  if adapter is None:
+    return None
+  params = train_state_shape.params
+  kernels = adapters.with_adapter(params, train_state_shape.params_axes)
+  ranks = sorted({adapter.rank_of(kernel.path) for kernel in kernels})
+  alphas = sorted({adapter.alpha_of(kernel.path) for kernel in kernels})
+  names = ', '.join(dict.fromkeys(kernel.name for kernel in kernels))
+  num_params = tree_utils.num_elements(params)
+  num_trained = sum(
+    leaf.size for path, leaf in tree_utils.named_leaves(params) if adapter.is_trained(path)
+  )
+  num_bytes = tree_utils.num_bytes(train_state_shape.param_states)
+  return (
+    f'Adapter  rank {_numbers(ranks)}, alpha {_numbers(alphas)}: {sum(kernel.num_kernels for kernel in kernels):,} '
+    f'kernels ({names}); trained {num_trained:,} of {num_params:,} parameters '
+    f'({100 * num_trained / num_params:.2g} %), optimizer state {format_bytes(num_bytes)}'
+  )
+
+
+def _numbers(values: Sequence[float]) -> str:
+  return ', '.join(f'{value:g}' for value in values)
 
 
 def describe_vocabulary(vocabulary: Any, decoder_start_id: int) -> str:

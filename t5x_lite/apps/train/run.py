@@ -197,6 +197,9 @@ def _begin_files(run: OpenRun, last_step: float, *, redo_evaluation: bool) -> No
   shape = run.state_shape
   end = plan_lib.describe_end(last_step, cfg.train_dataset_cfg.num_epochs)
   run.progress.log(f'Training in {cfg.model_dir}: {report.run_header(shape, cfg.partitioner)}.')
+  adapter = report.describe_adapter(cfg.model, shape)
+  if adapter is not None:
+    run.progress.log(adapter)
   run.progress.log(f'Starting from {start.description} at step {start.step:,}, {end}.')
   run.events.step = start.step
   run.events.emit('restored', source=start.description, resumes=start.resumes)

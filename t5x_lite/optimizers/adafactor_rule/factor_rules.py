@@ -70,7 +70,8 @@ def standard_logical_factor_rules() -> flax.core.FrozenDict[str, FactorDim]:
   """Return the roles of T5X's standard logical axes.
 
   The width of the model is the row, all dims to which a layer maps it are columns; layers, other stacks and experts are
-  batch dims. T5X defines the names for experts separately, so that its optimizer files fail with sparse models.
+  batch dims; the small matrices of adapters are not factored. T5X defines the names for experts separately, so that its
+  optimizer files fail with sparse models.
 
   Returns:
     Role by logical axis name.
@@ -91,7 +92,9 @@ def standard_logical_factor_rules() -> flax.core.FrozenDict[str, FactorDim]:
   rules = dict.fromkeys(columns, FactorDim.COLUMN)
   rules |= {'embed': FactorDim.ROW}
   rules |= dict.fromkeys(('layers', 'stack', 'expert'), FactorDim.BATCH)
-  rules |= dict.fromkeys(('relpos_buckets', 'layer_norm_scale', 'unmodeled'), FactorDim.NONE)
+  rules |= dict.fromkeys(
+    ('relpos_buckets', 'layer_norm_scale', 'unmodeled', 'lora_rank'), FactorDim.NONE
+  )
   return flax.core.freeze(rules)
 
 
