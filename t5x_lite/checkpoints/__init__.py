@@ -113,8 +113,10 @@ __getattr__, __dir__, __all__ = lazy_names(
       'StateSource',
       'T5xNativeWriter',
       'detect_format',
+      'identify_base',
       'open_source',
       'register_state_source',
+      'verify_base',
     ),
     't5x_lite.checkpoints.saving.spool': ('recover as recover_spooled',),
     't5x_lite.checkpoints.train_states': (

@@ -7,7 +7,9 @@ from typing import TypeVar
 
 from t5x_lite import errors
 from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints.sources import adapter
 from t5x_lite.checkpoints.sources import base
+from t5x_lite.checkpoints.sources import base_identity
 from t5x_lite.checkpoints.sources import orbax
 from t5x_lite.checkpoints.sources import t5x_index
 from t5x_lite.lazy_names import LazyClasses
@@ -120,15 +122,16 @@ def folder_of(path: discovery.PathLike) -> str:
   return os.fspath(path) if root == files.path(path) else str(root)
 
 
-def open_source(path: discovery.PathLike) -> base.StateSource:
+def open_source(path: discovery.PathLike, *, base_path: str | None = None) -> base.StateSource:
   """Open the state in the folder `path`, of any supported format; reads only the index.
 
   Args:
     path: a folder, on a disk or in an object store, or the name of a model of the Hugging Face hub; see also
       `folder_of`.
+    base_path: folder of the base, if this is the checkpoint of an adapter; None for the recorded one.
 
   Returns:
-    The opened state.
+    The opened state; of an adapter's checkpoint, its arrays and those of the base.
 
   Raises:
     CheckpointError: the folder does not exist or has no supported format; the message has its contents and the remedy.
@@ -139,7 +142,27 @@ def open_source(path: discovery.PathLike) -> base.StateSource:
   if found is None:
     check_readable(path)
     raise errors.CheckpointError(_not_a_state(files.path(path)))
-  return _SOURCES[found](path)
+  source = _SOURCES[found](path)
+  if source.manifest is None or base_identity.ENTRY not in source.manifest.metadata:
+    return source
+  return adapter.AdapterSource(
+    source, lambda: base_identity.open_base(source, open_source, base_path)
+  )
+
+
+def open_adapter(path: discovery.PathLike) -> base.StateSource:
+  """Open the checkpoint of an adapter without its base, or any other state; see `open_source`."""
+  return open_source(path).own
+
+
+def verify_base(path: discovery.PathLike, *, base_path: str | None = None) -> None:
+  """Compare all bytes of the base of an adapter's checkpoint; see `open_source`.
+
+  Raises:
+    CheckpointError: the base is missing, or another one than the recorded.
+    CheckpointDamagedError: a file differs from its hash in the manifest.
+  """
+  base_identity.open_base(open_adapter(path), open_source, base_path, all_bytes=True)
 
 
 def check_readable(path: discovery.PathLike) -> None:
