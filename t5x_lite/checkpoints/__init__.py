@@ -114,7 +114,10 @@ __getattr__, __dir__, __all__ = lazy_names(
       'T5xNativeWriter',
       'detect_format',
       'identify_base',
+      'open_adapter',
       'open_source',
+      'recorded_base',
+      'recorded_path',
       'register_state_source',
       'verify_base',
     ),
@@ -139,6 +142,7 @@ __getattr__, __dir__, __all__ = lazy_names(
       'merge_state',
       'tensorstore_leaf',
       'transform_shapes',
+      'without_base',
     ),
   },
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, ClassVar
 
 from t5x_lite import checks
 from t5x_lite import errors
@@ -21,6 +22,8 @@ class NewAdapter(base.StateBuilder):
   A state that has an adapter, such as that of a run with one, keeps it with its optimizer state. Otherwise the
   optimizer begins with the parameters. The step is kept.
   """
+
+  KEEPS_BASE: ClassVar[bool] = True
 
   @property
   def description(self) -> str:
@@ -52,6 +55,10 @@ class Adapter(base.StateBuilder):
 
   path: str
 
+  KEEPS_BASE: ClassVar[bool] = (
+    True  # `starting_point.check_base` compares what it replaces with what is trained
+  )
+
   def __post_init__(self):
     checks.check('Adapter', vars(self), path=base.PATH)
 
@@ -63,22 +70,9 @@ class Adapter(base.StateBuilder):
   def build(self, state: base.BuiltState, target: base.TargetState) -> base.BuiltState:
     """See `StateBuilder.build`."""
     names = _adapter_names(target, 'Adapter')
-    source = sources.open_adapter(self._checkpoint())
+    source, stored = self.open()
     if target.has_values:
       source.verify()
-    stored = lazy_arrays.stored(source)
-    # Without a base, the checkpoint contains all parameters, or the adapter alone.
-    is_alone = source.manifest is not None and 'base' in source.manifest.metadata
-    stored = {
-      name: array
-      for name, array in stored.items()
-      if name.startswith(base.PARAMS) and (is_alone or transforms.is_of_adapter(name))
-    }
-    if not stored:
-      raise errors.CheckpointError(
-        f'`Adapter.path` must be a checkpoint with an adapter, got {source.path!r} without one. Use '
-        'builders.NewAdapter, or give the path of a run with an adapter.'
-      )
     part = in_layout_of_model(base.BuiltState(arrays=stored), target)
     transforms.check_fit(
       {name: array for name, array in part.arrays.items() if transforms.is_of_adapter(name)},
@@ -90,6 +84,27 @@ class Adapter(base.StateBuilder):
     )
     kept = state.without(*base.FROM_PARAMS)
     return kept.replace(arrays={**kept.arrays, **part.arrays})
+
+  def open(self) -> tuple[sources.StateSource, dict[str, Any]]:
+    """Return the opened checkpoint, and its arrays that `build` takes by name.
+
+    Raises:
+      CheckpointError: it has no adapter.
+    """
+    source = sources.open_adapter(self._checkpoint())
+    # Without a base, the checkpoint contains all parameters, or the adapter alone.
+    is_alone = source.manifest is not None and 'base' in source.manifest.metadata
+    stored = {
+      name: array
+      for name, array in lazy_arrays.stored(source).items()
+      if name.startswith(base.PARAMS) and (is_alone or transforms.is_of_adapter(name))
+    }
+    if not any(map(transforms.is_of_adapter, stored)):
+      raise errors.CheckpointError(
+        f'`Adapter.path` must be a checkpoint with an adapter, got {source.path!r} without one. Use '
+        'builders.NewAdapter, or give the path of a run with an adapter.'
+      )
+    return source, stored
 
   def _checkpoint(self) -> str:
     """Return the path of one checkpoint."""

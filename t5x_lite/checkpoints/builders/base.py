@@ -177,9 +177,12 @@ class StateBuilder(abc.ABC):
     INPUT: 'shapes' for a builder that runs before the model is initialised: it gets what the builders before it have
       built, as lazy arrays, and reads no values in `build`. 'arrays' for a builder that runs after it: it gets the
       complete state of the model on its devices, and returns arrays of the same names, shapes and dtypes.
+    KEEPS_BASE: whether parameters that do not belong to an adapter keep their values, so that checkpoints of an adapter
+      need not have them.
   """
 
   INPUT: ClassVar[str] = SHAPES
+  KEEPS_BASE: ClassVar[bool] = False
 
   def first_step(self, step: int | None) -> int | None:
     """Return the step of the state that `build` returns, given the step that it gets; reads at most a number."""

@@ -10,6 +10,7 @@ from t5x_lite.checkpoints.sources.average import has_param_average
 from t5x_lite.checkpoints.sources.base import StateSource
 from t5x_lite.checkpoints.sources.base import layout_of
 from t5x_lite.checkpoints.sources.base_identity import identify as identify_base
+from t5x_lite.checkpoints.sources.base_identity import recorded_path
 from t5x_lite.checkpoints.sources.detect import FORMATS
 from t5x_lite.checkpoints.sources.detect import check_exists
 from t5x_lite.checkpoints.sources.detect import check_readable
@@ -17,6 +18,7 @@ from t5x_lite.checkpoints.sources.detect import detect_format
 from t5x_lite.checkpoints.sources.detect import folder_of
 from t5x_lite.checkpoints.sources.detect import open_adapter
 from t5x_lite.checkpoints.sources.detect import open_source
+from t5x_lite.checkpoints.sources.detect import recorded_base
 from t5x_lite.checkpoints.sources.detect import register_state_source
 from t5x_lite.checkpoints.sources.detect import source_class
 from t5x_lite.checkpoints.sources.detect import verify_base
@@ -45,6 +47,8 @@ __all__ = (
   'layout_of',
   'open_adapter',
   'open_source',
+  'recorded_base',
+  'recorded_path',
   'register_state_source',
   'source_class',
   'verify_base',

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import os
 from typing import TypeVar
 
@@ -153,6 +154,12 @@ def open_source(path: discovery.PathLike, *, base_path: str | None = None) -> ba
 def open_adapter(path: discovery.PathLike) -> base.StateSource:
   """Open the checkpoint of an adapter without its base, or any other state; see `open_source`."""
   return open_source(path).own
+
+
+def recorded_base(path: discovery.PathLike) -> Mapping[str, str] | None:
+  """Return the identity of the base that a checkpoint records, see `identify_base`; None if it needs none."""
+  found = open_adapter(path).manifest
+  return None if found is None else found.metadata.get(base_identity.ENTRY)
 
 
 def verify_base(path: discovery.PathLike, *, base_path: str | None = None) -> None:
