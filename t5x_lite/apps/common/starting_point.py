@@ -324,13 +324,16 @@ def identify_base(
 ) -> Mapping[str, str] | None:
   """Return the identity of the base that checkpoints of a run record; None if they contain all parameters.
 
-  It is computed once for a run, and reads the base if another program wrote it.
+  It is computed once for a run, and reads the base if another program wrote it; only the lead process, which writes
+  manifests, does so.
   """
   if not _saves_without_base(model, checkpoint_cfg):
     return None
   if start.base is not None:
     return start.base
   assert start.path is not None  # see `check_base`
+  if not multihost.is_lead():
+    return {'path': start.path}
   return checkpoints.identify_base(checkpoints.open_source(start.path), start.path)
 
 

@@ -59,8 +59,7 @@ def restore_cfg(base, *, adapter_path=None, **kwargs):
   """Return how the first state is built from a base."""
   return checkpoints.RestoreCheckpointConfig(
     str(base),
-    mode='specific',
-    **{'builders': [builders.initial_adapter(adapter_path)], **kwargs},
+    **{'mode': 'specific', 'builders': [builders.initial_adapter(adapter_path)], **kwargs},
   )
 
 

@@ -2,7 +2,12 @@
 
 import dataclasses
 import os
+import pathlib
 import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -14,11 +19,17 @@ from t5x_lite.apps import evaluate
 from t5x_lite.checkpoints import builders
 from t5x_lite.checkpoints import manifest as manifest_lib
 from t5x_lite.checkpoints import sources
-from t5x_lite.errors import CheckpointDamagedError, CheckpointError, ConfigError
+from t5x_lite.checkpoints.folders import disk
+from t5x_lite.errors import CheckpointDamagedError, CheckpointError, ConfigError, SaveError
 from t5x_lite.networks import param_layouts
+from t5x_lite.storage import files
 from t5x_lite.trainer import averaging
+from tests import processes
+from tests import stores
 from tests.apps.train import adapter_run
 from tests.apps.train import toy_run
+
+_ROOT = pathlib.Path(__file__).parents[3]
 
 
 @pytest.fixture(scope='module')
@@ -216,7 +227,7 @@ def _in_model_dir(base, tmp_path):
       'Reinitialize',
     ),
     (
-      lambda base, tmp_path: {'base': base, 'param_ema': averaging.ParamEma(0.9)},
+      lambda base, tmp_path: {'base': base, 'param_ema': averaging.ParamEma(decay=0.9)},
       r'train\.param_ema',
     ),
   ],
@@ -259,7 +270,9 @@ def test_a_stored_adapter(run, base, tmp_path):
     found = _params(model_dir / 'checkpoint_3')
     if layout:
       found = tree_utils.flatten_dict(
-        param_layouts.convert(tree_utils.unflatten_dict(found), adapter_run.model().module.config)
+        param_layouts.convert(
+          tree_utils.unflatten_dict(found), 'scalable_t5', 't5', adapter_run.model().module.config
+        )
       )
     for name, value in expected.items():
       np.testing.assert_array_equal(found[name], value, err_msg=name)
@@ -358,3 +371,86 @@ def test_evaluation_of_all_checkpoints(run, base, tmp_path):
     )
   cfg = checkpoints.RestoreCheckpointConfig(str(model_dir), mode='all', base_path=str(moved))
   assert evaluate.evaluate(restore_checkpoint_cfg=cfg, **arguments) == results
+
+
+def test_a_killed_run_equals_an_uninterrupted_one(run, base, tmp_path):
+  model_dir = tmp_path / 'run'
+  process = subprocess.Popen(
+    [
+      sys.executable,
+      '-m',
+      'tests.apps.train.adapter_run',
+      model_dir,
+      'num_steps=1000',
+      f'base={base!r}',
+    ],
+    cwd=_ROOT,
+    env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(_ROOT)},
+  )
+  while process.poll() is None and not (model_dir / 'checkpoint_3').exists():
+    time.sleep(0.001)
+  process.kill()
+  assert process.wait() == -signal.SIGKILL
+  for step in checkpoints.all_steps(model_dir)[2:]:
+    shutil.rmtree(model_dir / f'checkpoint_{step}')  # later than the end of the whole run
+  adapter_run.train(model_dir, base=base)
+  _assert_equal(run / 'checkpoint_8', model_dir / 'checkpoint_8')
+
+
+@stores.mostly('s3')
+def test_a_run_in_a_store(store, run, base):
+  """The base is on a disk or in the store."""
+  of_base = f'{store.root}/base/checkpoint_2'
+  for name in sorted(p for p in pathlib.Path(base).rglob('*') if p.is_file()):
+    files.write(files.path(of_base) / str(name.relative_to(base)), name.read_bytes())
+  for name, path in {'disk': base, 'store': of_base}.items():
+    model_dir = f'{store.root}/{name}'
+    for num_steps in (6, 8):
+      adapter_run.train(model_dir, num_steps, base=path)
+    _assert_equal(run / 'checkpoint_8', f'{model_dir}/checkpoint_8')
+    assert sources.recorded_base(f'{model_dir}/checkpoint_8')['path'] == path
+    sources.verify_base(f'{model_dir}/checkpoint_8')
+
+
+def test_a_checkpoint_in_the_spool_folder(run, base, tmp_path, monkeypatch):
+  """It has no base either, and the next run copies it."""
+  model_dir = tmp_path / 'run'
+  spool_dir = str(tmp_path / 'spool')
+  adapter_run.train(model_dir, 6, base=base)
+  begin = disk.DiskFolder.begin
+
+  def fail(self, pending):
+    if str(pending.final).startswith(str(model_dir)):
+      raise OSError(28, 'No space left on device')
+    begin(self, pending)
+
+  with monkeypatch.context() as patched:
+    patched.setattr(disk.DiskFolder, 'begin', fail)
+    with pytest.raises(SaveError, match='kept in'):
+      adapter_run.train(model_dir, 8, base=base, spool_dir=spool_dir)
+  assert checkpoints.all_steps(model_dir)[-1] == 6
+  adapter_run.train(model_dir, 8, base=base, spool_dir=spool_dir)
+  _assert_equal(run / 'checkpoint_8', model_dir / 'checkpoint_8')
+
+
+_PROGRAM = """
+    import sys
+    from t5x_lite import runtime
+    runtime.join(runtime.ClusterConfig())
+    from t5x_lite import partitioning
+    from tests import processes
+from tests import stores
+from tests.apps.train import adapter_run
+    model_dir, base = sys.argv[1:]
+    for num_steps in (6, 8):
+      adapter_run.train(model_dir, num_steps, base=base, partitioner=partitioning.PjitPartitioner(num_partitions=2))
+"""
+
+
+def test_two_processes(run, base, tmp_path):
+  processes.run(_PROGRAM, tmp_path / 'run', base, num_devices=2)
+  found, expected = (_params(path / 'checkpoint_8') for path in (tmp_path / 'run', run))
+  for name, value in expected.items():
+    np.testing.assert_allclose(found[name], value, atol=2e-6, err_msg=name)
+  recorded = sources.recorded_base(tmp_path / 'run' / 'checkpoint_8')
+  assert recorded == sources.recorded_base(run / 'checkpoint_8')
