@@ -51,7 +51,7 @@ class AdapterSource(base.StateSource):
 
   @functools.cached_property
   def _of_base(self) -> dict[str, layout_plan.PlannedArray]:
-    """Name -> plan, for each parameter of the base that the checkpoint lacks; inputs are names in the base."""
+    """Name -> plan of each parameter of the base in the layout of the checkpoint; inputs are paths in the base."""
     stored = {
       name.removeprefix(_PARAMS): leaf
       for name, leaf in self.base.shapes().items()
@@ -68,8 +68,7 @@ class AdapterSource(base.StateSource):
         relpos_per_layer=network.get('relpos_bias_tables') == 'per_layer',
         heads=network.get('num_heads'),
       )
-    own = self.own.shapes()
-    return {_PARAMS + name: plan for name, plan in planned.items() if _PARAMS + name not in own}
+    return {_PARAMS + name: plan for name, plan in planned.items()}
 
   def shapes(self) -> base.Shapes:
     """See `StateSource`."""

@@ -301,12 +301,17 @@ def test_unsuitable_stored_adapters(run, base, tmp_path):
 
 def test_a_run_with_an_adapter_as_base(run, base, tmp_path):
   """Its adapter and optimizer state are kept; the new checkpoints need both runs."""
-  adapter_run.train(tmp_path / 'second', 9, base=run / 'checkpoint_8')
-  adapter_run.train(tmp_path / 'whole', 9, base=base)
-  second = sources.open_adapter(tmp_path / 'second' / 'checkpoint_9')
-  assert second.metadata['base']['path'] == str(run / 'checkpoint_8')
-  found = _params(tmp_path / 'second' / 'checkpoint_9')
-  assert set(found) == set(_params(tmp_path / 'whole' / 'checkpoint_9'))
+  adapter_run.train(
+    tmp_path / 'second',
+    9,
+    base=run / 'checkpoint_8',
+    trainer_kwargs={'learning_rate_fn': _no_rate},
+  )
+  path = tmp_path / 'second' / 'checkpoint_9'
+  assert sources.recorded_base(path)['path'] == str(run / 'checkpoint_8')
+  found = _params(path)
+  for name, value in _params(run / 'checkpoint_8').items():
+    np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
 def test_average_of_checkpoints(run, base, tmp_path):
@@ -438,9 +443,7 @@ _PROGRAM = """
     from t5x_lite import runtime
     runtime.join(runtime.ClusterConfig())
     from t5x_lite import partitioning
-    from tests import processes
-from tests import stores
-from tests.apps.train import adapter_run
+    from tests.apps.train import adapter_run
     model_dir, base = sys.argv[1:]
     for num_steps in (6, 8):
       adapter_run.train(model_dir, num_steps, base=base, partitioner=partitioning.PjitPartitioner(num_partitions=2))
