@@ -492,8 +492,8 @@ MUTANTS = (
   Mutant(
     'newer_checkpoints_of_the_run_are_the_base',
     't5x_lite/apps/common/starting_point.py',
-    '  if not {recorded, os.path.dirname(recorded)}.isdisjoint(given):\n',
-    '  if recorded in given:\n',
+    'if not hub.is_name(path) and files.path(inside).is_dir():',
+    'if hub.is_name(path):',
     'tests/apps/train/test_adapters.py::test_a_run_directory_as_base',
   ),
   Mutant(

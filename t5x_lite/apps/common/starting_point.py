@@ -36,6 +36,7 @@ from t5x_lite.networks.stacks import StackNetwork
 from t5x_lite.networks.t5_config import RELPOS_FIELDS
 from t5x_lite.networks.t5_config import StackConfig
 from t5x_lite.storage import files
+from t5x_lite.storage import hub
 from t5x_lite.train_state import InferenceState
 from t5x_lite.train_state import TrainState
 from t5x_lite.trainer import non_finite
@@ -306,12 +307,12 @@ def _moved_base(recorded: str, cfg: checkpoints.RestoreCheckpointConfig | None) 
   if cfg is None or not cfg.paths:
     return None
   given = [checkpoints.recorded_path(path) for path in cfg.paths]
-  # A run directory may have newer checkpoints now.
-  if not {recorded, os.path.dirname(recorded)}.isdisjoint(given):
+  # A model of the hub may have a newer commit now, and a run directory newer checkpoints.
+  if not {recorded, recorded.partition('@')[0]}.isdisjoint((*given, *cfg.paths)):
     return None
   for path in given:
     inside = os.path.join(path, os.path.basename(recorded))
-    if files.path(inside).is_dir():
+    if not hub.is_name(path) and files.path(inside).is_dir():
       return inside
   _, paths = checkpoints.get_first_valid_restore_config_and_paths([cfg])
   return checkpoints.recorded_path((*paths, *given)[0])

@@ -16,6 +16,7 @@ from t5x_lite import adapters
 from t5x_lite import checkpoints
 from t5x_lite import tree_utils
 from t5x_lite.apps import evaluate
+from t5x_lite.apps.convert import run as convert
 from t5x_lite.checkpoints import builders
 from t5x_lite.checkpoints import manifest as manifest_lib
 from t5x_lite.checkpoints import sources
@@ -23,7 +24,9 @@ from t5x_lite.checkpoints.folders import disk
 from t5x_lite.errors import CheckpointDamagedError, CheckpointError, ConfigError, SaveError
 from t5x_lite.networks import param_layouts
 from t5x_lite.storage import files
+from t5x_lite.storage import hub
 from t5x_lite.trainer import averaging
+from tests import hub_cache
 from tests import processes
 from tests import stores
 from tests.apps.train import adapter_run
@@ -143,6 +146,24 @@ def test_a_run_directory_as_base(tmp_path, base, with_newer):
   adapter_run.train(tmp_path / 'run', 7, restore=adapter_run.restore_cfg(moved, mode='latest'))
   recorded = sources.recorded_base(tmp_path / 'run' / 'checkpoint_7')
   assert recorded['path'] == str(moved / 'checkpoint_2')
+
+
+def test_a_base_of_the_hub(tmp_path, base, monkeypatch):
+  """The commit is recorded: a newer one of the same name does not count."""
+  cache = hub_cache.use(tmp_path / 'cache', monkeypatch)
+  folder = tmp_path / 'folder'
+  convert.convert(base, str(folder), to='hugging_face')
+  hub_cache.add(cache, 'google/toy', folder)
+  adapter_run.train(tmp_path / 'run', 3, base='hf://google/toy')
+  recorded = sources.recorded_base(tmp_path / 'run' / 'checkpoint_3')
+  assert recorded['path'] == f'hf://google/toy@{hub_cache.COMMIT}'
+  refs = cache / 'models--google--toy' / 'refs'
+  newer = hub_cache.COMMIT[::-1]
+  shutil.copytree(refs.parent / 'snapshots' / hub_cache.COMMIT, refs.parent / 'snapshots' / newer)
+  (refs / 'main').write_text(newer)
+  hub.local_folder.cache_clear()
+  adapter_run.train(tmp_path / 'run', 4, base='hf://google/toy')
+  assert sources.recorded_base(tmp_path / 'run' / 'checkpoint_4') == recorded
 
 
 def test_another_base(run, base, tmp_path):
