@@ -112,6 +112,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     't5x_lite.checkpoints.sources': (
       'StateSource',
       'T5xNativeWriter',
+      'check_base',
       'detect_format',
       'identify_base',
       'open_adapter',
@@ -119,7 +120,6 @@ __getattr__, __dir__, __all__ = lazy_names(
       'recorded_base',
       'recorded_path',
       'register_state_source',
-      'verify_base',
     ),
     't5x_lite.checkpoints.saving.spool': ('recover as recover_spooled',),
     't5x_lite.checkpoints.train_states': (

@@ -141,7 +141,7 @@ class OpenRun(contextlib.AbstractContextManager):
       self.start = starting_point.choose_start(self.cfg.model_dir, self.cfg.checkpoint_cfg)
       if self.cfg.verify_base and self.start.base is not None:
         self.progress.note('comparing the base of the adapter')
-        checkpoints.verify_base(self.start.path, base_path=self.start.restore_cfg.base_path)
+        checkpoints.check_base(self.start.base, self.start.description, all_bytes=True)
     if starting_point.has_earlier_sentinels(
       self.start
     ):  # A run of an earlier version keeps its ids.

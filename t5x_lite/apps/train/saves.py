@@ -14,7 +14,14 @@ from t5x_lite import checkpoints
 from t5x_lite import multihost
 from t5x_lite.apps.common import starting_point
 from t5x_lite.apps.train.open_run import OpenRun
-from t5x_lite.errors import CheckpointDamagedError, DataError, SaveError, call_all, of_other_process
+from t5x_lite.errors import (
+  CheckpointDamagedError,
+  CheckpointError,
+  DataError,
+  SaveError,
+  call_all,
+  of_other_process,
+)
 from t5x_lite.evaluation import TRAINING_EVAL
 from t5x_lite.formatting import capitalized
 from t5x_lite.storage import files
@@ -146,7 +153,7 @@ class TrainSaves:
     state = trainer.train_state.state_dict()
     size = ''
     metadata = {}
-    if self._base is not None:
+    if self._base is not None and self._has_base():
       state = checkpoints.without_base(state, self._run_cfg.model.adapter.is_trained)
       num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
       size = f' (adapter, {num_bytes / 2**20:,.1f} MiB; base {_shown_path(self._base["path"])})'
@@ -215,6 +222,27 @@ class TrainSaves:
         self._unconfirmed = step
       else:
         self._unconfirmed = None
+
+  def _has_base(self) -> bool:
+    """Return whether the base is still there and unchanged; otherwise all checkpoints from now on have it.
+
+    A base in a store is not asked for, which may take long.
+    """
+    base = self._base
+    problem = None
+    if multihost.is_lead() and not files.is_remote(base['path']):
+      try:
+        checkpoints.check_base(base, self._manager.directory)
+      except (CheckpointError, OSError) as error:
+        problem = error
+    if multihost.any_process(problem is not None):
+      logging.getLogger(__name__).warning(
+        'All parameters are saved from now on: %s To resume this run, add '
+        '--gin.checkpoints.SaveCheckpointConfig.save_base=True.',
+        problem,
+      )
+      self._base = None
+    return self._base is not None
 
   def confirm(self) -> None:
     """Confirm the last checkpoint once a later step has shown it to be sound; log a save, and warn if it failed."""

@@ -12,6 +12,7 @@ from t5x_lite.checkpoints.sources.base import layout_of
 from t5x_lite.checkpoints.sources.base_identity import identify as identify_base
 from t5x_lite.checkpoints.sources.base_identity import recorded_path
 from t5x_lite.checkpoints.sources.detect import FORMATS
+from t5x_lite.checkpoints.sources.detect import check_base
 from t5x_lite.checkpoints.sources.detect import check_exists
 from t5x_lite.checkpoints.sources.detect import check_readable
 from t5x_lite.checkpoints.sources.detect import detect_format
@@ -21,7 +22,6 @@ from t5x_lite.checkpoints.sources.detect import open_source
 from t5x_lite.checkpoints.sources.detect import recorded_base
 from t5x_lite.checkpoints.sources.detect import register_state_source
 from t5x_lite.checkpoints.sources.detect import source_class
-from t5x_lite.checkpoints.sources.detect import verify_base
 from t5x_lite.checkpoints.sources.hugging_face import HuggingFaceSource
 from t5x_lite.checkpoints.sources.orbax import OrbaxSource
 from t5x_lite.checkpoints.sources.orbax import OwnSource
@@ -38,6 +38,7 @@ __all__ = (
   'StateSource',
   'T5xNativeSource',
   'T5xNativeWriter',
+  'check_base',
   'check_exists',
   'check_readable',
   'detect_format',
@@ -51,5 +52,4 @@ __all__ = (
   'recorded_path',
   'register_state_source',
   'source_class',
-  'verify_base',
 )

@@ -49,32 +49,43 @@ def identify(source: base.StateSource, path: str) -> dict[str, str]:
 
 
 def open_base(
-  own: base.StateSource,
+  recorded: Mapping[str, str],
+  owner: str,
   open_fn: Callable[[str], base.StateSource],
-  base_path: str | None,
   *,
   all_bytes: bool = False,
 ) -> base.StateSource:
-  """Open the base of an adapter's checkpoint.
+  """Open the base of an adapter and compare it with the recorded one.
 
   Args:
-    own: the checkpoint.
+    recorded: result of `identify`; 'path' may be another one.
+    owner: the adapter's checkpoint or run, for messages.
     open_fn: opens a folder.
-    base_path: path of the base; None for the recorded one.
-    all_bytes: see `check`.
+    all_bytes: whether to read and compare all bytes, instead of sizes, index and some blocks of each file.
 
   Raises:
-    CheckpointError: the base is missing, or another one than the recorded.
+    CheckpointError: the base is missing, or another one; the message has both hashes.
+    CheckpointDamagedError: with `all_bytes`, a file differs from its hash in the manifest.
   """
-  recorded = own.metadata[ENTRY]
-  path = base_path or recorded['path']
+  path = recorded['path']
   if not hub.is_name(path) and not files.path(path).is_dir():
     raise errors.CheckpointError(
-      f'The base of the adapter {own.path!r} must be in {path!r}, got a missing folder. Move it there, or '
-      f'{_REMEDY}'
+      f'The base of the adapter {owner!r} must be in {path!r}, got a missing folder. Move it there, or {_REMEDY}'
     )
   source = open_fn(path)
-  check(source, recorded, own.path, all_bytes=all_bytes)
+  if all_bytes:
+    source.verify()
+    name = 'sha256'
+    found = _content_hash(source)
+  else:
+    name = 'index_sha256'
+    found = _index_hash(source)
+  if found != recorded[name]:
+    raise errors.CheckpointError(
+      f'The base of the adapter {owner!r} must be the model that it was trained with, of {name} '
+      f'{recorded[name][:_SHOWN_DIGITS]}, got {path!r} of {name} {found[:_SHOWN_DIGITS]}. '
+      f'If this base was changed, restore its former files; {_REMEDY}'
+    )
   return source
 
 
@@ -87,36 +98,6 @@ def recorded_path(path: str) -> str:
     return path
   # Links stay: a link may be corrected when its target moves, and the hash notices another base.
   return os.path.abspath(path)
-
-
-def check(
-  source: base.StateSource, recorded: Mapping[str, str], owner: str, *, all_bytes: bool = False
-) -> None:
-  """Raise if a base is not the recorded one.
-
-  Args:
-    source: the opened base.
-    recorded: result of `identify`.
-    owner: path of the adapter's checkpoint, for the message.
-    all_bytes: whether to read and compare all bytes, instead of sizes, index and some blocks of each file.
-
-  Raises:
-    CheckpointError: with both hashes.
-    CheckpointDamagedError: with `all_bytes`, a file differs from its hash in the manifest.
-  """
-  if all_bytes:
-    name = 'sha256'
-    source.verify()
-    found = _content_hash(source)
-  else:
-    name = 'index_sha256'
-    found = _index_hash(source)
-  if found != recorded[name]:
-    raise errors.CheckpointError(
-      f'The base of the adapter {owner!r} must be the one that it was trained with, {recorded["path"]!r} of {name} '
-      f'{recorded[name][:_SHOWN_DIGITS]}, got {source.path!r} of {name} {found[:_SHOWN_DIGITS]}. '
-      f'If this base was changed, restore its former files; {_REMEDY}'
-    )
 
 
 def _content_hash(source: base.StateSource) -> str:

@@ -146,9 +146,10 @@ def open_source(path: discovery.PathLike, *, base_path: str | None = None) -> ba
   source = _SOURCES[found](path)
   if source.manifest is None or base_identity.ENTRY not in source.manifest.metadata:
     return source
-  return adapter.AdapterSource(
-    source, lambda: base_identity.open_base(source, open_source, base_path)
-  )
+  recorded = dict(source.manifest.metadata[base_identity.ENTRY])
+  if base_path is not None:
+    recorded['path'] = base_path
+  return adapter.AdapterSource(source, lambda: check_base(recorded, source.path))
 
 
 def open_adapter(path: discovery.PathLike) -> base.StateSource:
@@ -162,14 +163,11 @@ def recorded_base(path: discovery.PathLike) -> Mapping[str, str] | None:
   return None if found is None else found.metadata.get(base_identity.ENTRY)
 
 
-def verify_base(path: discovery.PathLike, *, base_path: str | None = None) -> None:
-  """Compare all bytes of the base of an adapter's checkpoint; see `open_source`.
-
-  Raises:
-    CheckpointError: the base is missing, or another one than the recorded.
-    CheckpointDamagedError: a file differs from its hash in the manifest.
-  """
-  base_identity.open_base(open_adapter(path), open_source, base_path, all_bytes=True)
+def check_base(
+  recorded: Mapping[str, str], owner: str, *, all_bytes: bool = False
+) -> base.StateSource:
+  """Return the opened base of an adapter; raise if it is missing or has changed, see `base_identity.open_base`."""
+  return base_identity.open_base(recorded, owner, open_source, all_bytes=all_bytes)
 
 
 def check_readable(path: discovery.PathLike) -> None:

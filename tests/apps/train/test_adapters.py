@@ -48,6 +48,10 @@ def run(tmp_path_factory, base):
   return model_dir
 
 
+def _compare_all_bytes(path):
+  sources.check_base(sources.recorded_base(path), path, all_bytes=True)
+
+
 def _copy(run, tmp_path):
   shutil.copytree(run, tmp_path / 'run')
   return tmp_path / 'run'
@@ -191,6 +195,23 @@ def test_verification_of_all_bytes(run, base, tmp_path):
   adapter_run.train(model_dir, 9, base=base, verify_base=True)
   with pytest.raises(ConfigError, match=r'`train\.verify_base` must be False without an adapter'):
     toy_run.train(tmp_path / 'full', 2, verify_base=True)
+
+
+def test_a_base_that_is_overwritten_during_the_run(base, tmp_path, caplog):
+  """Nothing is lost: checkpoints then have all parameters, and the remedy of the warning resumes the run."""
+  of_base = tmp_path / 'base'
+  shutil.copytree(base, of_base)
+
+  def overwrite(event):
+    if event.kind == 'save_committed' and event.details['checkpoint'] == 3:
+      shutil.rmtree(of_base)
+
+  adapter_run.train(tmp_path / 'run', 9, base=of_base, event_fns=overwrite)
+  assert 'All parameters are saved from now on' in caplog.text
+  adapter_run.train(tmp_path / 'whole', 10, base=base)
+  save = {'period': 3, 'save_base': True}
+  adapter_run.train(tmp_path / 'run', 10, base=base, save=save)
+  _assert_equal(tmp_path / 'run' / 'checkpoint_10', tmp_path / 'whole' / 'checkpoint_10')
 
 
 def test_another_rank(run, base, tmp_path):
@@ -435,7 +456,7 @@ def test_a_run_in_a_store(store, run, base):
       adapter_run.train(model_dir, num_steps, base=path)
     _assert_equal(run / 'checkpoint_8', f'{model_dir}/checkpoint_8')
     assert sources.recorded_base(f'{model_dir}/checkpoint_8')['path'] == path
-    sources.verify_base(f'{model_dir}/checkpoint_8')
+    _compare_all_bytes(f'{model_dir}/checkpoint_8')
 
 
 def test_a_checkpoint_in_the_spool_folder(run, base, tmp_path, monkeypatch):

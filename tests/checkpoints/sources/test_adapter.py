@@ -26,6 +26,10 @@ def _save(folder, target, *, step=0, metadata=None, **sections):
   return str(folder / f'checkpoint_{step}')
 
 
+def _compare_all_bytes(path):
+  sources.check_base(sources.recorded_base(path), path, all_bytes=True)
+
+
 def _base(tmp_path, kernel=KERNEL, name='model'):
   return _save(tmp_path / name, {'mlp': {'kernel': kernel}, 'norm': {'scale': NORM}})
 
@@ -121,7 +125,7 @@ def test_damage_of_the_base(tmp_path):
   data.write_bytes(content)
   checkpoints.open_source(path).shapes()  # sizes and the manifest are equal
   with pytest.raises(CheckpointDamagedError, match='changed contents'):
-    sources.verify_base(path)
+    _compare_all_bytes(path)
   data.write_bytes(content[:-1])
   with pytest.raises(CheckpointDamagedError, match='bytes instead of'):
     checkpoints.open_source(path).shapes()
@@ -135,7 +139,7 @@ def test_a_base_of_another_program(tmp_path):
   path = _adapter(tmp_path, str(folder))
   assert sources.open_adapter(path).metadata['base']['format'] == 't5x_orbax'
   (folder / 'README.md').write_text('not a file of the arrays')
-  sources.verify_base(path)
+  _compare_all_bytes(path)
   data = max((f for f in folder.rglob('d/*') if f.is_file()), key=lambda f: f.stat().st_size)
   with data.open('r+b') as file:
     position = data.stat().st_size // 2 + 5000
@@ -145,7 +149,7 @@ def test_a_base_of_another_program(tmp_path):
     file.write(bytes([byte[0] ^ 1]))
   checkpoints.open_source(path).shapes()
   with pytest.raises(CheckpointError, match='of sha256 '):
-    sources.verify_base(path)
+    _compare_all_bytes(path)
   content = np.frombuffer(data.read_bytes(), np.uint8).copy()
   content[len(content) // 4 : len(content) // 2] ^= 1
   data.write_bytes(content.tobytes())
