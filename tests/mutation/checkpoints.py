@@ -524,4 +524,11 @@ MUTANTS = (
     'if path in cfg.paths]',
     'tests/apps/train/test_adapters.py::test_unsuitable_stored_adapters',
   ),
+  Mutant(
+    'a_base_that_is_lost_in_training_stays_out',
+    't5x_lite/apps/train/saves.py',
+    'if self._base is not None and self._has_base():',
+    'if self._base is not None:',
+    'tests/apps/train/test_adapters.py::test_a_base_that_is_overwritten_during_the_run',
+  ),
 )
