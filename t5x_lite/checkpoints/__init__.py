@@ -112,8 +112,13 @@ __getattr__, __dir__, __all__ = lazy_names(
     't5x_lite.checkpoints.sources': (
       'StateSource',
       'T5xNativeWriter',
+      'check_base',
       'detect_format',
+      'identify_base',
+      'open_adapter',
       'open_source',
+      'recorded_base',
+      'recorded_path',
       'register_state_source',
     ),
     't5x_lite.checkpoints.saving.spool': ('recover as recover_spooled',),
@@ -137,6 +142,7 @@ __getattr__, __dir__, __all__ = lazy_names(
       'merge_state',
       'tensorstore_leaf',
       'transform_shapes',
+      'without_base',
     ),
   },
 )

@@ -195,6 +195,9 @@ class SaveCheckpointConfig:
     max_failures_in_a_row: number of consecutive failed saves that ends the run. Until then training continues and the
       next save tries again; a failure of the last save always ends the run.
     policies: further policies of when to save, e.g. `WhenBest` or `EveryNMinutes`; see `policies.SavePolicy`.
+    save_base: whether checkpoints of a run with an adapter contain the base too. With False they hold the trained
+      parameters, and restoring reads the others from the checkpoint that the run began with, `RestoreCheckpointConfig.
+      path`, which must be kept. Without an adapter checkpoints contain all parameters.
   """
 
   dtype: str | None = 'float32'
@@ -214,6 +217,7 @@ class SaveCheckpointConfig:
   keep_checkpoints_without_metrics: bool = True
   max_failures_in_a_row: int = 3
   policies: Sequence[Any] = ()
+  save_base: bool = False
 
   def __post_init__(self):
     for option, constructor in _custom_classes(self, 'save').items():
@@ -243,6 +247,7 @@ class SaveCheckpointConfig:
         "Set both, e.g. keep_best=3, metric_name_to_monitor='training_eval/task/accuracy'.",
       ),
       metric_mode=checks.one_of(METRIC_MODES),
+      save_base=checks.instance(bool, 'True or False'),
       max_failures_in_a_row=_COUNT,
       policies=checks.Expectation(
         'a list of save policies',
@@ -311,6 +316,8 @@ class RestoreCheckpointConfig:
     use_param_average: restore the running average of the parameters, if the checkpoint has one, as the parameters. None
       is True in `eval`, `infer`, `chat`, `export` and notebooks, and False in training. Ignored when a run resumes from
       its own directory.
+    base_path: folder of the base of an adapter's checkpoint, if it is no longer where it was in training. A run that
+      resumes gets it by `path`.
   """
 
   path: str | Sequence[str] | None = None
@@ -326,6 +333,7 @@ class RestoreCheckpointConfig:
   _: dataclasses.KW_ONLY
   builders: Sequence[base.StateBuilder] = ()
   use_param_average: bool | None = None
+  base_path: str | None = None
 
   def __post_init__(self):
     custom = _custom_classes(self, 'restore')
@@ -344,6 +352,7 @@ class RestoreCheckpointConfig:
       strict=checks.instance(bool, 'True or False'),
       fallback_to_scratch=_FALLBACK,
       use_param_average=checks.instance((bool, type(None)), 'True, False or None'),
+      base_path=base.PATH.or_none(),
       state_transformation_fns=_FUNCTIONS_OR_BUILDERS,
     )
     if self.dtype is not None:  # Recorded settings are JSON, and @jnp.bfloat16 is a class.

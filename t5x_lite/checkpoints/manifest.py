@@ -257,6 +257,10 @@ def _is_sha256(value: Any) -> bool:
   return isinstance(value, str) and _SHA256_RE.fullmatch(value) is not None
 
 
+def _is_base(value: Any) -> bool:
+  return isinstance(value, dict) and {'path', 'format', 'sha256', 'index_sha256'} <= set(value)
+
+
 def _is_number(value: Any) -> bool:
   return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -305,6 +309,10 @@ _FIELDS: Mapping[str, _Expectation] = {
   'metadata.run.actions': _must('hold lists by name', _holds_lists),
   'metadata.run.data': _must_be(dict),
   'metadata.run.means_version': _SMALL_COUNT,
+  'metadata.base': _must('have path, format, sha256 and index_sha256', _is_base),
+  'metadata.base.path': _must('be a path', lambda value: isinstance(value, str) and bool(value)),
+  'metadata.base.sha256': _must('be 64 hexadecimal digits', _is_sha256),
+  'metadata.base.index_sha256': _must('be 64 hexadecimal digits', _is_sha256),
   'metadata.converted': _must_be(dict, None),
   'metadata.converted.family': _must_be(str),
   'metadata.surgery': _must_be(list, None),

@@ -50,6 +50,7 @@ CALLED: dict[str, str] = {
   't5x_lite.apps.infer.run': 'create_task_from_tfexample_file',
   't5x_lite.apps.train.step_log': 'LogConfig',
   't5x_lite.trainer.averaging': 'ParamEma Warmup',
+  't5x_lite.checkpoints.builders.adapters': 'Adapter NewAdapter initial_adapter',
   't5x_lite.checkpoints.builders.changing': (
     'ConvertLayout NewVocabulary OnArrays ParamAverage Reinitialize StartAtStep Transform'
   ),

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from t5x_lite import adapters
 from t5x_lite import checkpoints
 from t5x_lite import errors
 from t5x_lite import models
@@ -268,6 +269,13 @@ class TrainStateInitializer:
     if self._params_on_devices:
       return made
     return jax.tree.map(np.asarray, made)
+
+
+def adapter_of(model: Any) -> adapters.Lora | None:
+  """Return the adapter of a model, or None."""
+  if isinstance(model, models.BaseTransformerModel):
+    return model.adapter
+  return None
 
 
 def stack_config(model: Any) -> StackConfig | None:

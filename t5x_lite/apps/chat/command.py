@@ -84,6 +84,8 @@ def run_command(invocation: Invocation) -> int:
   decode_fn = None
   if flags.decode is not None:
     decode_fn = configuration.argument('infer_eval_cfg').decode_fn
+  restore = configuration.argument('checkpoint_cfg').restore
+  base_path = None if restore is None else restore.base_path
   options = chat.DecodingOptions(
     decode_fn=decode_fn,
     num_decodes=flags.num_decodes,
@@ -97,7 +99,9 @@ def run_command(invocation: Invocation) -> int:
     model=constrained_model(configuration, flags),
     partitioner=configuration.argument('partitioner'),
     task_feature_lengths=configuration.argument('train_dataset_cfg').task_feature_lengths,
-    restore_checkpoint_cfg=checkpoints.RestoreCheckpointConfig(path=run.checkpoint, mode=run.mode),
+    restore_checkpoint_cfg=checkpoints.RestoreCheckpointConfig(
+      path=run.checkpoint, mode=run.mode, base_path=base_path
+    ),
     options=options,
     max_input_length=flags.max_input_length,
     max_length=flags.max_length,

@@ -27,16 +27,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help='local folder outside of MODEL_DIR that keeps the newest checkpoint if it cannot be '
     'written to MODEL_DIR; the next run with this folder copies it there',
   )
+  parser.add_argument(
+    '--verify_base',
+    action='store_true',
+    help='when a run with an adapter resumes, compare all bytes of the base with those that it was first trained with',
+  )
 
 
 def run_command(invocation: Invocation) -> int:
   """Run the command and return its exit status."""
   flags = invocation.flags
   configuration = load_for_training(invocation)
-  if flags.spool_dir is None:
-    options = {}
-  else:
-    options = {'spool_dir': flags.spool_dir}
+  options = {}
+  if flags.spool_dir is not None:
+    options['spool_dir'] = flags.spool_dir
+  if flags.verify_base:
+    options['verify_base'] = True
   if flags.dry_run:
     from t5x_lite import multihost
 

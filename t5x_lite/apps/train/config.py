@@ -16,6 +16,7 @@ from t5x_lite.evaluation import INFERENCE_EVAL
 from t5x_lite.evaluation import TRAINING_EVAL
 from t5x_lite.evaluation import When
 from t5x_lite.trainer import actions as actions_lib
+from t5x_lite.trainer import state_init
 from t5x_lite.trainer.actions import ActionMode
 
 _STEPS_REMEDY = (
@@ -90,6 +91,8 @@ class TrainConfig(RunConfig):
     event_fns: a function or a list of functions that are called with each event of the run, a `runtime.Event`, in every
       process; the lead process also writes it to `model_dir/events.jsonl`. Training waits for them, so they should
       return at once. Their exceptions do not end the run.
+    verify_base: compare all bytes of the base of the adapter with those that it was first trained with, when the run
+      resumes; otherwise sizes, index and some blocks of each file.
     dry_run: print the plan of the run without training.
 
   Raises:
@@ -122,6 +125,7 @@ class TrainConfig(RunConfig):
   event_fns: Callable[[runtime.Event], None] | Sequence[Callable[[runtime.Event], None]] | None = (
     None
   )
+  verify_base: bool = False
   dry_run: bool = False
 
   def __post_init__(self):
@@ -154,6 +158,12 @@ class TrainConfig(RunConfig):
       event_fns=_EVENT_FNS,
       max_store_seconds=checks.number(above=0),
     )
+    if state_init.adapter_of(self.model) is None:
+      checks.check(
+        'train',
+        vars(self),
+        verify_base=checks.Expectation('False without an adapter', lambda verify: not verify),
+      )
     actions_lib.resolve_actions(self.actions)  # raises for invalid ones
 
   @functools.cached_property

@@ -139,6 +139,9 @@ class OpenRun(contextlib.AbstractContextManager):
     self.progress.note('looking for checkpoints')
     with runtime.reporting_errors():
       self.start = starting_point.choose_start(self.cfg.model_dir, self.cfg.checkpoint_cfg)
+      if self.cfg.verify_base and self.start.base is not None:
+        self.progress.note('comparing the base of the adapter')
+        checkpoints.check_base(self.start.base, self.start.description, all_bytes=True)
     if starting_point.has_earlier_sentinels(
       self.start
     ):  # A run of an earlier version keeps its ids.
@@ -192,6 +195,13 @@ class OpenRun(contextlib.AbstractContextManager):
     self.start = starting_point.without_other_optimizer(self.start, shape)
     self.fit = starting_point.check_start(
       self.start, shape, cfg.model, applies_transforms=cfg.dry_run
+    )
+    starting_point.check_base(
+      self.start,
+      cfg.model,
+      cfg.checkpoint_cfg,
+      cfg.model_dir,
+      has_average=cfg.param_ema is not None,
     )
     starting_point.report_learning_rates(
       self.start, self.trainer, shape, self.last_step, fit=self.fit

@@ -14,7 +14,14 @@ from t5x_lite import checkpoints
 from t5x_lite import multihost
 from t5x_lite.apps.common import starting_point
 from t5x_lite.apps.train.open_run import OpenRun
-from t5x_lite.errors import CheckpointDamagedError, DataError, SaveError, call_all, of_other_process
+from t5x_lite.errors import (
+  CheckpointDamagedError,
+  CheckpointError,
+  DataError,
+  SaveError,
+  call_all,
+  of_other_process,
+)
 from t5x_lite.evaluation import TRAINING_EVAL
 from t5x_lite.formatting import capitalized
 from t5x_lite.storage import files
@@ -47,6 +54,8 @@ class TrainSaves:
     self._manager = manager
     self._run_cfg = run.cfg
     self._cfg = run.cfg.checkpoint_cfg.save
+    # Checkpoints have the trained parameters and this identity of the others; None: all parameters.
+    self._base = starting_point.identify_base(run.start, run.cfg.model, run.cfg.checkpoint_cfg)
     self._trainer = run.trainer
     self._evaluations = run.evaluations
     self._batches = run.batches
@@ -142,6 +151,13 @@ class TrainSaves:
       if isinstance(policy, checkpoints.OnRequest):
         policy.done()
     state = trainer.train_state.state_dict()
+    size = ''
+    metadata = {}
+    if self._base is not None and self._has_base():
+      state = checkpoints.without_base(state, self._run_cfg.model.adapter.is_trained)
+      num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+      size = f' (adapter, {num_bytes / 2**20:,.1f} MiB; base {_shown_path(self._base["path"])})'
+      metadata['base'] = self._base
     self._run.progress.note(f'saving step {trainer.step:,}')
     if files.is_remote(self._manager.directory) and self._manager.is_writing:
       self._run.progress.log('Waiting for the previous save, which the store has not yet taken.')
@@ -178,7 +194,9 @@ class TrainSaves:
       self._run.events.emit('save_committed', checkpoint=step)
       self._newest = step
       seconds = time.monotonic() - start
-      self._committed = f'step {step:,}  Saved {name} in {seconds:.1f} s: {", ".join(reasons)}.'
+      self._committed = (
+        f'step {step:,}  Saved {name} in {seconds:.1f} s{size}: {", ".join(reasons)}.'
+      )
 
     try:
       self._is_writing = self._manager.save(
@@ -191,6 +209,7 @@ class TrainSaves:
           'run': facts,
           **starting_point.layout_metadata(self._run_cfg.model),
           **starting_point.optimizer_metadata(trainer.train_state),
+          **metadata,
         },
         is_sound=is_sound,
         problem=problem,
@@ -203,6 +222,27 @@ class TrainSaves:
         self._unconfirmed = step
       else:
         self._unconfirmed = None
+
+  def _has_base(self) -> bool:
+    """Return whether the base is still there and unchanged; otherwise all checkpoints from now on have it.
+
+    A base in a store is not asked for, which may take long.
+    """
+    base = self._base
+    problem = None
+    if multihost.is_lead() and not files.is_remote(base['path']):
+      try:
+        checkpoints.check_base(base, self._manager.directory)
+      except (CheckpointError, OSError) as error:
+        problem = error
+    if multihost.any_process(problem is not None):
+      logging.getLogger(__name__).warning(
+        'All parameters are saved from now on: %s To resume this run, add '
+        '--gin.checkpoints.SaveCheckpointConfig.save_base=True.',
+        problem,
+      )
+      self._base = None
+    return self._base is not None
 
   def confirm(self) -> None:
     """Confirm the last checkpoint once a later step has shown it to be sound; log a save, and warn if it failed."""
@@ -420,6 +460,12 @@ class TrainSaves:
       logging.getLogger(__name__).warning(
         '%s Training continues; the next save tries again.', error
       )
+
+
+def _shown_path(path: str) -> str:
+  """Return a path for the log, relative if it is below the current folder."""
+  folder = os.getcwd() + os.sep
+  return path.removeprefix(folder)
 
 
 def _name(policy: checkpoints.SavePolicy) -> str:

@@ -5,6 +5,7 @@ from t5x_lite.lazy_names import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
   globals(),
   {
+    't5x_lite.checkpoints.builders.adapters': ('Adapter', 'NewAdapter', 'initial_adapter'),
     't5x_lite.checkpoints.builders.base': (
       'ARRAYS',
       'BuiltState',

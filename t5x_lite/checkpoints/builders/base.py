@@ -64,6 +64,9 @@ def _is_pattern(pattern: Any) -> bool:
     return False
 
 
+PATH = checks.Expectation(
+  'the path of a checkpoint', lambda path: isinstance(path, str) and bool(path)
+)
 PATTERNS = checks.Expectation(
   'a list of regular expressions',
   lambda patterns: (
@@ -137,17 +140,21 @@ class TargetState:
   def _opened(self) -> dict[str, tuple[sources.StateSource, bool]]:
     return {}
 
-  def open(self, path: str) -> sources.StateSource:
+  def open(self, path: str, base_path: str | None = None) -> sources.StateSource:
     """Return the stored state at `path`, opened once, and verified if values will be read.
 
     All processes must call this together.
+
+    Args:
+      path: path of the checkpoint.
+      base_path: see `sources.open_source`; it counts when the path is opened first.
 
     Raises:
       CheckpointDamagedError: a file differs from its hash.
       CheckpointError: there is no readable checkpoint.
     """
     if path not in self._opened:
-      source = sources.open_source(path)
+      source = sources.open_source(path, base_path=base_path)
       self._opened[path] = (source, self.has_values and source.verify())
     return self._opened[path][0]
 
@@ -170,9 +177,12 @@ class StateBuilder(abc.ABC):
     INPUT: 'shapes' for a builder that runs before the model is initialised: it gets what the builders before it have
       built, as lazy arrays, and reads no values in `build`. 'arrays' for a builder that runs after it: it gets the
       complete state of the model on its devices, and returns arrays of the same names, shapes and dtypes.
+    KEEPS_BASE: whether parameters that do not belong to an adapter keep their values, so that checkpoints of an adapter
+      need not have them.
   """
 
   INPUT: ClassVar[str] = SHAPES
+  KEEPS_BASE: ClassVar[bool] = False
 
   def first_step(self, step: int | None) -> int | None:
     """Return the step of the state that `build` returns, given the step that it gets; reads at most a number."""

@@ -39,7 +39,7 @@ def chain_of(
   rules = () if is_resuming else tuple(cfg.assignment_map or ())
   chain: list[base.StateBuilder] = []
   if path is not None:
-    chain.append(reading.Restore(os.fspath(path), rules))
+    chain.append(reading.Restore(os.fspath(path), rules, cfg.base_path))
   if _uses_average(path, cfg) and not is_resuming:
     chain.append(changing.ParamAverage())
   chain += [
@@ -82,7 +82,7 @@ def _uses_average(path: str | os.PathLike[str] | None, cfg: config.RestoreCheckp
   if path is None or not cfg.use_param_average:
     return False
   try:
-    return sources.has_param_average(sources.open_source(path))
+    return sources.has_param_average(sources.open_source(path).own)
   except errors.CheckpointError:  # The builder that reads it raises the error.
     return False
 

@@ -290,6 +290,8 @@ class StartAtStep(base.StateBuilder):
 
   step: int = 0
 
+  KEEPS_BASE: ClassVar[bool] = True
+
   def __post_init__(self):
     checks.check(
       'StartAtStep', vars(self), step=checks.number(at_least=0, below=2**31, integer=True)

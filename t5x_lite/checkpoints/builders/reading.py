@@ -27,9 +27,6 @@ from t5x_lite.formatting import printable
 
 _AVERAGED = (base.PARAMS, *base.FROM_SCRATCH)
 _COUNT = checks.number(at_least=1, integer=True)
-_PATH = checks.Expectation(
-  'the path of a checkpoint', lambda path: isinstance(path, str) and bool(path)
-)
 _PREFIX = checks.Expectation(
   "a path in the tree of parameters such as 'encoder', or '' for the entire tree",
   lambda prefix: isinstance(prefix, str) and (not prefix or all(prefix.split('/'))),
@@ -46,13 +43,15 @@ class Restore(base.StateBuilder):
   Attributes:
     path: path of the checkpoint; see `checkpoints.open_source`.
     assignment_map: names to rename or drop; see `RestoreCheckpointConfig`.
+    base_path: folder of the base of an adapter's checkpoint; None for the recorded one.
   """
 
   path: str
   assignment_map: Sequence[tuple[str, str | None]] = ()
+  base_path: str | None = None
 
   def __post_init__(self):
-    checks.check('Restore', vars(self), path=_PATH, assignment_map=base.ASSIGNMENT_MAP)
+    checks.check('Restore', vars(self), path=base.PATH, assignment_map=base.ASSIGNMENT_MAP)
 
   def first_step(self, step: int | None) -> int | None:
     """Return the step of the checkpoint; None if it is unknown or not restored."""
@@ -75,7 +74,7 @@ class Restore(base.StateBuilder):
 
   def build(self, state: base.BuiltState, target: base.TargetState) -> base.BuiltState:
     """See `StateBuilder.build`."""
-    arrays = lazy_arrays.stored(target.open(self.path))
+    arrays = lazy_arrays.stored(target.open(self.path, self.base_path))
     if self.assignment_map:
       names = transforms.assignment(list(arrays), list(target.wanted), self.assignment_map)
       arrays = {name: arrays[stored_name] for name, stored_name in names.items()}
@@ -111,7 +110,7 @@ class Average(base.StateBuilder):
             or (
               isinstance(path, Sequence)
               and len(path) > 1
-              and all(map(_PATH.holds, path))
+              and all(map(base.PATH.holds, path))
               and len({os.path.normpath(each) for each in path}) == len(path)
             )
           )
@@ -204,7 +203,7 @@ class Subtree(base.StateBuilder):
   path: str | None = None
 
   def __post_init__(self):
-    checks.check('Subtree', vars(self), prefix=_PREFIX, into=_PREFIX, path=_PATH.or_none())
+    checks.check('Subtree', vars(self), prefix=_PREFIX, into=_PREFIX, path=base.PATH.or_none())
 
   def first_step(self, step: int | None) -> int | None:
     """See `StateBuilder.first_step`."""

@@ -397,6 +397,18 @@ def check_fit(
       f'    {name}: stored {jnp.dtype(stored[name].dtype).name}, wanted {jnp.dtype(wanted[name].dtype).name}'
       for name in mistyped[:_NUM_NAMES_SHOWN]
     ]
+  differing = [
+    *(() if allow_missing else missing),
+    *(() if allow_surplus else surplus),
+    *misshapen,
+    *mistyped,
+  ]
+  params = [name for name in differing if name.startswith('target/')]
+  if lines and params and all(map(is_of_adapter, params)):
+    remedy = _adapter_remedy(stored, wanted, misshapen)
+    raise errors.CheckpointError(
+      '\n'.join([f'The {what} {where!r} does not fit the state of the model:', *lines, remedy])
+    )
   averages = [
     lacks
     for lacks, names in ((True, missing), (False, surplus))
@@ -426,6 +438,40 @@ def check_fit(
     raise errors.CheckpointError(
       '\n'.join([f'The {what} {where!r} does not fit the state of the model:', *lines, remedy])
     )
+
+
+def is_of_adapter(name: str) -> bool:
+  """Return True if an array belongs to an adapter, by its '/'-joined name."""
+  return not {'lora_a', 'lora_b'}.isdisjoint(name.split('/'))
+
+
+def _adapter_remedy(
+  stored: Mapping[str, Any], wanted: Mapping[str, Any], misshapen: Iterable[str]
+) -> str:
+  """Return the remedy if the parameters of two states differ only in an adapter."""
+  has, wants = (any(map(is_of_adapter, names)) for names in (stored, wanted))
+  if not has:
+    return (
+      'It has no adapter. Start a run with a new adapter from it in another MODEL_DIR: set INITIAL_CHECKPOINT_PATH to '
+      'this checkpoint and RestoreCheckpointConfig.builders = [@builders.NewAdapter()].'
+    )
+  if not wants:
+    return 'It has an adapter, and the model has none. Add --gin_file=adapters/lora.gin with its settings.'
+  ranks = {
+    int(stored[name].shape[-1])
+    for name in misshapen
+    if name.endswith('lora_a') and stored[name].shape[:-1] == wanted[name].shape[:-1]
+  }
+  if len(ranks) == 1:
+    (rank,) = ranks
+    return (
+      f'The adapter has rank {rank}. Set --gin.adapters.Lora.rank={rank}, or start another run in '
+      'another MODEL_DIR.'
+    )
+  return (
+    'The adapter belongs to another base, or has other targets or ranks. Use the base and the settings of '
+    'adapters.Lora that it was trained with.'
+  )
 
 
 def _average_remedy(*, lacks: bool) -> str:
@@ -503,6 +549,13 @@ class ParameterInfo:
   name: str
   shape: tuple[int, ...]
   dtype: Any
+
+
+def without_base(state: StateDict, is_trained_fn: Callable[[str], bool]) -> dict[str, Any]:
+  """Return a state with only those parameters for whose '/'-joined paths `is_trained_fn` is true."""
+  params = tree_utils.flatten_dict(state['target'])
+  trained = {path: leaf for path, leaf in params.items() if is_trained_fn(path)}
+  return dict(state) | {'target': tree_utils.unflatten_dict(trained)}
 
 
 def transform_saved(state: StateDict, fns: Sequence[SaveStateTransformationFn]) -> dict[str, Any]:

@@ -4,16 +4,22 @@
 values on demand, so that other modules do not depend on formats.
 """
 
+from t5x_lite.checkpoints.sources.adapter import AdapterSource
 from t5x_lite.checkpoints.sources.average import AverageSource
 from t5x_lite.checkpoints.sources.average import has_param_average
 from t5x_lite.checkpoints.sources.base import StateSource
 from t5x_lite.checkpoints.sources.base import layout_of
+from t5x_lite.checkpoints.sources.base_identity import identify as identify_base
+from t5x_lite.checkpoints.sources.base_identity import recorded_path
 from t5x_lite.checkpoints.sources.detect import FORMATS
+from t5x_lite.checkpoints.sources.detect import check_base
 from t5x_lite.checkpoints.sources.detect import check_exists
 from t5x_lite.checkpoints.sources.detect import check_readable
 from t5x_lite.checkpoints.sources.detect import detect_format
 from t5x_lite.checkpoints.sources.detect import folder_of
+from t5x_lite.checkpoints.sources.detect import open_adapter
 from t5x_lite.checkpoints.sources.detect import open_source
+from t5x_lite.checkpoints.sources.detect import recorded_base
 from t5x_lite.checkpoints.sources.detect import register_state_source
 from t5x_lite.checkpoints.sources.detect import source_class
 from t5x_lite.checkpoints.sources.hugging_face import HuggingFaceSource
@@ -23,6 +29,7 @@ from t5x_lite.checkpoints.sources.t5x_native import T5xNativeSource
 from t5x_lite.checkpoints.sources.t5x_native import T5xNativeWriter
 
 __all__ = (
+  'AdapterSource',
   'AverageSource',
   'FORMATS',
   'HuggingFaceSource',
@@ -31,13 +38,18 @@ __all__ = (
   'StateSource',
   'T5xNativeSource',
   'T5xNativeWriter',
+  'check_base',
   'check_exists',
   'check_readable',
   'detect_format',
   'folder_of',
   'has_param_average',
+  'identify_base',
   'layout_of',
+  'open_adapter',
   'open_source',
+  'recorded_base',
+  'recorded_path',
   'register_state_source',
   'source_class',
 )

@@ -18,6 +18,7 @@ from t5x_lite.checkpoints import manifest as manifest_lib
 from t5x_lite.checkpoints import state_io
 from t5x_lite.networks import param_layouts
 from t5x_lite.storage import files
+from t5x_lite.storage import untrusted
 
 _logger = logging.getLogger(__name__)
 
@@ -75,6 +76,15 @@ class StateSource(abc.ABC):
     Raises:
       CheckpointDamagedError: the array cannot be read.
     """
+
+  @property
+  def own(self) -> StateSource:
+    """The arrays that are stored in the folder itself; for the checkpoint of an adapter, those without the base."""
+    return self
+
+  def weight_files(self) -> dict[str, int]:
+    """Return path relative to the folder -> size in bytes, of the files with the arrays, in order of the paths."""
+    return dict(sorted(untrusted.walk(files.path(self.path)).items()))
 
   @property
   def manifest(self) -> manifest_lib.Manifest | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import os
 from typing import TypeVar
 
 from t5x_lite import errors
 from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints.sources import adapter
 from t5x_lite.checkpoints.sources import base
+from t5x_lite.checkpoints.sources import base_identity
 from t5x_lite.checkpoints.sources import orbax
 from t5x_lite.checkpoints.sources import t5x_index
 from t5x_lite.lazy_names import LazyClasses
@@ -120,15 +123,16 @@ def folder_of(path: discovery.PathLike) -> str:
   return os.fspath(path) if root == files.path(path) else str(root)
 
 
-def open_source(path: discovery.PathLike) -> base.StateSource:
+def open_source(path: discovery.PathLike, *, base_path: str | None = None) -> base.StateSource:
   """Open the state in the folder `path`, of any supported format; reads only the index.
 
   Args:
     path: a folder, on a disk or in an object store, or the name of a model of the Hugging Face hub; see also
       `folder_of`.
+    base_path: folder of the base, if this is the checkpoint of an adapter; None for the recorded one.
 
   Returns:
-    The opened state.
+    The opened state; of an adapter's checkpoint, its arrays and those of the base.
 
   Raises:
     CheckpointError: the folder does not exist or has no supported format; the message has its contents and the remedy.
@@ -139,7 +143,31 @@ def open_source(path: discovery.PathLike) -> base.StateSource:
   if found is None:
     check_readable(path)
     raise errors.CheckpointError(_not_a_state(files.path(path)))
-  return _SOURCES[found](path)
+  source = _SOURCES[found](path)
+  if source.manifest is None or base_identity.ENTRY not in source.manifest.metadata:
+    return source
+  recorded = dict(source.manifest.metadata[base_identity.ENTRY])
+  if base_path is not None:
+    recorded['path'] = base_path
+  return adapter.AdapterSource(source, lambda: check_base(recorded, source.path))
+
+
+def open_adapter(path: discovery.PathLike) -> base.StateSource:
+  """Open the checkpoint of an adapter without its base, or any other state; see `open_source`."""
+  return open_source(path).own
+
+
+def recorded_base(path: discovery.PathLike) -> Mapping[str, str] | None:
+  """Return the identity of the base that a checkpoint records, see `identify_base`; None if it needs none."""
+  found = open_adapter(path).manifest
+  return None if found is None else found.metadata.get(base_identity.ENTRY)
+
+
+def check_base(
+  recorded: Mapping[str, str], owner: str, *, all_bytes: bool = False
+) -> base.StateSource:
+  """Return the opened base of an adapter; raise if it is missing or has changed, see `base_identity.open_base`."""
+  return base_identity.open_base(recorded, owner, open_source, all_bytes=all_bytes)
 
 
 def check_readable(path: discovery.PathLike) -> None:

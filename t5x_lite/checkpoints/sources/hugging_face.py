@@ -64,6 +64,11 @@ class HuggingFaceSource(base.StateSource):
       return np.asarray(0, np.int32)
     return self.folder.read_array(name.removeprefix(_PREFIX))
 
+  def weight_files(self) -> dict[str, int]:
+    """See `StateSource.weight_files`; texts next to the weights may change."""
+    found = super().weight_files()
+    return {name: size for name, size in found.items() if name.endswith('.safetensors')}
+
   def verify(self) -> bool:
     """See `StateSource.verify`; without a warning, since no folder of this format has hashes."""
     return False

@@ -53,6 +53,12 @@ class OrbaxSource(base.StateSource):
   def _shapes(self) -> base.Shapes:
     return state_io.read_shapes(self._directory)
 
+  def weight_files(self) -> dict[str, int]:
+    """See `StateSource.weight_files`."""
+    root = files.path(self.path)
+    folder = discovery.STATE_DIRNAME if (root / discovery.STATE_DIRNAME).is_dir() else ''
+    return dict(sorted(untrusted.walk(root, folder).items()))
+
   def read_array(self, name: str) -> np.ndarray:
     """See `StateSource.read_array`."""
     return np.asarray(self.read({name: (self.shapes()[name].dtype, None)})[name])

@@ -1,0 +1,142 @@
+"""Builders of the adapter of a model whose base a builder before them has restored."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from t5x_lite import checks
+from t5x_lite import errors
+from t5x_lite.checkpoints import discovery
+from t5x_lite.checkpoints import sources
+from t5x_lite.checkpoints.builders import base
+from t5x_lite.checkpoints.builders.changing import in_layout_of_model
+from t5x_lite.checkpoints.restoring import lazy_arrays
+from t5x_lite.checkpoints.restoring import transforms
+
+
+@dataclasses.dataclass(frozen=True)
+class NewAdapter(base.StateBuilder):
+  """Builder of a newly initialised adapter; all other parameters are those of the state so far.
+
+  A state that has an adapter, such as that of a run with one, keeps it with its optimizer state. Otherwise the
+  optimizer begins with the parameters. The step is kept.
+  """
+
+  KEEPS_BASE: ClassVar[bool] = True
+
+  @property
+  def description(self) -> str:
+    """See `StateBuilder.description`."""
+    return 'a new adapter'
+
+  def build(self, state: base.BuiltState, target: base.TargetState) -> base.BuiltState:
+    """See `StateBuilder.build`."""
+    names = _adapter_names(target, 'NewAdapter')
+    if any(transforms.is_of_adapter(name) for name in state.arrays):
+      return state  # an incomplete adapter, or one of other shapes, does not fit
+    kept = state.without(*base.FROM_PARAMS)
+    return kept.replace(
+      arrays={**kept.arrays, **{name: target.initial(name) for name in names}},
+      initialized=kept.initialized | set(names),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter(base.StateBuilder):
+  """Builder of the adapter of a stored run, with the other parameters that the run has trained.
+
+  It replaces parameters of the same names. The optimizer begins with the parameters; the step is kept.
+
+  Attributes:
+    path: a checkpoint with an adapter, or a directory of such checkpoints, of which the newest sound one is taken. Its
+      base is not read.
+  """
+
+  path: str
+
+  KEEPS_BASE: ClassVar[bool] = (
+    True  # `starting_point.check_base` compares what it replaces with what is trained
+  )
+
+  def __post_init__(self):
+    checks.check('Adapter', vars(self), path=base.PATH)
+
+  @property
+  def description(self) -> str:
+    """See `StateBuilder.description`."""
+    return f'the adapter of {self.path}'
+
+  def build(self, state: base.BuiltState, target: base.TargetState) -> base.BuiltState:
+    """See `StateBuilder.build`."""
+    names = _adapter_names(target, 'Adapter')
+    source, stored = self.open()
+    if target.has_values:
+      source.verify()
+    part = in_layout_of_model(base.BuiltState(arrays=stored), target)
+    transforms.check_fit(
+      {name: array for name, array in part.arrays.items() if transforms.is_of_adapter(name)},
+      {name: target.wanted[name] for name in names},
+      allow_surplus=False,
+      allow_missing=False,
+      where=source.path,
+      what='adapter',
+    )
+    kept = state.without(*base.FROM_PARAMS)
+    return kept.replace(arrays={**kept.arrays, **part.arrays})
+
+  def open(self) -> tuple[sources.StateSource, dict[str, Any]]:
+    """Return the opened checkpoint, and its arrays that `build` takes by name.
+
+    Raises:
+      CheckpointError: it has no adapter.
+    """
+    source = sources.open_adapter(self._checkpoint())
+    # Without a base, the checkpoint contains all parameters, or the adapter alone.
+    is_alone = source.manifest is not None and 'base' in source.manifest.metadata
+    stored = {
+      name: array
+      for name, array in lazy_arrays.stored(source).items()
+      if name.startswith(base.PARAMS) and (is_alone or transforms.is_of_adapter(name))
+    }
+    if not any(map(transforms.is_of_adapter, stored)):
+      raise errors.CheckpointError(
+        f'`Adapter.path` must be a checkpoint with an adapter, got {source.path!r} without one. Use '
+        'builders.NewAdapter, or give the path of a run with an adapter.'
+      )
+    return source, stored
+
+  def _checkpoint(self) -> str:
+    """Return the path of one checkpoint."""
+    from t5x_lite.checkpoints.restoring import (
+      choice,
+    )  # it imports the configuration, which has builders
+
+    if sources.detect_format(sources.folder_of(self.path)) is not None:
+      return self.path
+    step = choice.newest_sound_step(self.path)
+    if step is None:
+      return self.path
+    return discovery.get_checkpoint_dir(self.path, step)
+
+
+def initial_adapter(path: str | None = None) -> base.StateBuilder:
+  """Return `Adapter(path)`, or `NewAdapter()` without a path."""
+  if path is None:
+    return NewAdapter()
+  return Adapter(path)
+
+
+def _adapter_names(target: base.TargetState, owner: str) -> list[str]:
+  """Return the names of the adapter's parameters in the wanted state."""
+  names = [
+    name
+    for name in target.wanted
+    if name.startswith(base.PARAMS) and transforms.is_of_adapter(name)
+  ]
+  if not names:
+    raise errors.ConfigError(
+      f'`builders.{owner}` must be for a model with an adapter, got a model without one. Add '
+      '--gin_file=adapters/lora.gin, or omit the builder.'
+    )
+  return names

@@ -1,0 +1,141 @@
+"""The checkpoint of an adapter and its base as one state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+import functools
+import logging
+from typing import Any
+
+import jax
+import numpy as np
+
+from t5x_lite.checkpoints import manifest as manifest_lib
+from t5x_lite.checkpoints import state_io
+from t5x_lite.checkpoints.sources import base
+from t5x_lite.checkpoints.sources import base_identity
+from t5x_lite.networks import layout_plan
+
+_logger = logging.getLogger(__name__)
+
+_PARAMS = 'target/'
+
+
+class AdapterSource(base.StateSource):
+  """State of a checkpoint without the base: its own arrays, and the parameters of the base that it lacks.
+
+  The parameters of the base are in the layout of the checkpoint.
+  """
+
+  def __init__(self, own: base.StateSource, open_base: Callable[[], base.StateSource]):
+    """Store the arguments.
+
+    Args:
+      own: the adapter, with further arrays of its run.
+      open_base: opens the base, when its shapes or values are asked for.
+    """
+    super().__init__(own.path)
+    self.format = own.format
+    self._own = own
+    self._open_base = open_base
+
+  @property
+  def own(self) -> base.StateSource:
+    """See `StateSource`."""
+    return self._own
+
+  @functools.cached_property
+  def base(self) -> base.StateSource:
+    """The base."""
+    return self._open_base()
+
+  @functools.cached_property
+  def _of_base(self) -> dict[str, layout_plan.PlannedArray]:
+    """Name -> plan of each parameter of the base in the layout of the checkpoint; inputs are paths in the base."""
+    stored = {
+      name.removeprefix(_PARAMS): leaf
+      for name, leaf in self.base.shapes().items()
+      if name.startswith(_PARAMS)
+    }
+    layout = self.own.metadata.get('param_layout')
+    network = self.own.metadata.get('network') or {}
+    if layout is None or base.layout_of(self.base.shapes()) is None:
+      planned = {name: layout_plan.unchanged(name, leaf) for name, leaf in stored.items()}
+    else:
+      planned = layout_plan.plan(
+        stored,
+        layout,
+        relpos_per_layer=network.get('relpos_bias_tables') == 'per_layer',
+        heads=network.get('num_heads'),
+      )
+    return {_PARAMS + name: plan for name, plan in planned.items()}
+
+  def shapes(self) -> base.Shapes:
+    """See `StateSource`."""
+    return self._shapes
+
+  @functools.cached_property
+  def _shapes(self) -> base.Shapes:
+    of_base = {
+      name: jax.ShapeDtypeStruct(plan.shape, plan.dtype) for name, plan in self._of_base.items()
+    }
+    return of_base | self.own.shapes()
+
+  def read_array(self, name: str) -> np.ndarray:
+    """See `StateSource`."""
+    if name in self.own.shapes():
+      return self.own.read_array(name)
+    return self._of_base[name].make(lambda each: self.base.read_array(_PARAMS + each))
+
+  def read(self, wanted: base.Wanted) -> dict[str, jax.Array | np.ndarray]:
+    """See `StateSource`."""
+    own = {name: how for name, how in wanted.items() if name in self.own.shapes()}
+    plans = {name: self._of_base[name] for name in wanted if name not in own}
+    unchanged = {
+      name: wanted[name]
+      for name, plan in plans.items()
+      if plan.inputs == (name.removeprefix(_PARAMS),)
+    }
+    result = {}
+    if own:
+      result |= self.own.read(own)
+    if unchanged:
+      result |= self.base.read(unchanged)
+    for name in plans:
+      if name not in unchanged:
+        dtype, sharding = wanted[name]
+        spec = jax.ShapeDtypeStruct(plans[name].shape, dtype)
+        result |= state_io.place({name: self.read_array(name)}, {name: spec}, {name: sharding})
+    return {name: result[name] for name in wanted}
+
+  @property
+  def manifest(self) -> manifest_lib.Manifest | None:
+    """See `StateSource`."""
+    return self.own.manifest
+
+  def weight_files(self) -> dict[str, int]:
+    """See `StateSource`; those of the checkpoint without the base."""
+    return self.own.weight_files()
+
+  def verify(self) -> bool:
+    """Compare the hash of every file of the checkpoint; of the base, sizes, index and some blocks."""
+    is_verified = self.own.verify()
+    _logger.info('The base of the adapter %s is %s.', self.path, self.base.path)
+    return is_verified
+
+  @functools.cached_property
+  def metadata(self) -> Mapping[str, Any]:
+    """See `StateSource`; without the base, since the state is complete.
+
+    An adapter of another program has the network of the base.
+    """
+    own = {name: value for name, value in self.own.metadata.items() if name != base_identity.ENTRY}
+    if self.own.manifest is not None:
+      return own
+    of_base = self.base.metadata
+    return {name: of_base[name] for name in ('network', 'converted') if name in of_base} | own
+
+  @property
+  def step(self) -> int | None:
+    """See `StateSource`."""
+    return self.own.step
