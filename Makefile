@@ -129,7 +129,7 @@ test-fast: $(STAMP) lint ## run the linter and tests that answer within a minute
 test-full: $(STAMP) $(STORES_STAMP) ## run the test suite and the long tests: many random kills, whole recipes
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m '' $(ARGS)
 
-test-interop: $(INTEROP_STAMP) ## compare the recorded results of PyTorch, transformers and CTranslate2 with the libraries
+test-interop: $(INTEROP_STAMP) ## compare the recorded results of PyTorch, transformers, PEFT and CTranslate2 with the libraries
 	$(INTEROP_PY) -m tests.interop.record $(ARGS)
 
 test-t5x: $(STAMP) ## T5X=PATH: T5X's gin files and own tests from a checkout, with t5x_lite's objects (2 minutes)
@@ -232,7 +232,7 @@ $(INTEROP_STAMP): setup.py requirements/lock-interop.txt $(wildcard requirements
 	if [ -z "$$python" ]; then \
 	  echo '$(NO_PYTHON) Install one, or name it: make PYTHON=/path/to/python3.13 test-interop' >&2; exit 2; fi; \
 	lock=requirements/lock-$$("$$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt; \
-	echo "Making $(INTEROP_VENV) with $$("$$python" --version), PyTorch, transformers and CTranslate2 (1.7 GB; 5 GB with a CUDA build)"; \
+	echo "Making $(INTEROP_VENV) with $$("$$python" --version), PyTorch, transformers, PEFT and CTranslate2 (1.7 GB; 5 GB with a CUDA build)"; \
 	set -e; "$$python" -m venv --clear $(INTEROP_VENV); \
 	$(INTEROP_PY) -m pip install -q --no-compile --disable-pip-version-check -c $$lock -c requirements/lock-interop.txt \
 	  -e '.[test-interop]'

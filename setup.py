@@ -122,6 +122,7 @@ setuptools.setup(
     # `make test-interop`, in an environment without TensorFlow; the lock is requirements/lock-interop.txt.
     'test-interop': [
       'ctranslate2>=4.8',
+      'peft>=0.21',
       'pytest>=8.3',
       'safetensors>=0.5',
       'torch>=2.6',

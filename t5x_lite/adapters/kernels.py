@@ -92,6 +92,16 @@ class Kernel:
     sides = (*self.inputs, *self.outputs)
     return self.size([dim for dim in range(len(self.shape)) if dim not in sides])
 
+  @property
+  def dims(self) -> str:
+    """The roles of the dims, a letter each, as `merging` has them."""
+    letters = ['s'] * len(self.shape)
+    for dim in self.inputs:
+      letters[dim] = 'i'
+    for dim in self.outputs:
+      letters[dim] = 'o'
+    return ''.join(letters)
+
   def of_a(self, of_dims: Sequence[Any], of_rank: Any) -> tuple[Any, ...]:
     """Return the values of the dims of A: those of the kernel's dims, with the rank in place of the output's."""
     return _with_rank(of_dims, self.outputs, of_rank)

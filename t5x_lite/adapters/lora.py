@@ -10,11 +10,13 @@ import zlib
 from flax.linen import partitioning as nn_partitioning
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from t5x_lite import checks
 from t5x_lite import layer_stacks
 from t5x_lite import tree_utils
 from t5x_lite.adapters import kernels as kernels_lib
+from t5x_lite.adapters import merging
 from t5x_lite.adapters.kernels import Kernel
 from t5x_lite.layers import low_rank
 from t5x_lite.layers.low_rank import LORA_A
@@ -141,11 +143,45 @@ class Lora:
 
   def scale_of(self, path: str) -> float:
     """Return the factor s of the adapter of the kernel at a '/'-joined path."""
-    rank = self.rank_of(path)
-    alpha = self.alpha_of(path)
-    if self.rank_stabilized:
-      return alpha / math.sqrt(rank)
-    return alpha / rank
+    return merging.scale_of(self.rank_of(path), self.alpha_of(path), self.rank_stabilized)
+
+  def metadata(self, params: Params, params_axes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a description of the adapter of a model for checkpoints, JSON-serializable.
+
+    It has what merging and other formats need without the configuration: 'kernels' has rank, alpha and dims (see
+    `merging`) by the path of each kernel, 'also_train' the paths of the other trained parameters.
+
+    Args:
+      params: nested dicts of arrays or shapes, without stacked layers.
+      params_axes: axes metadata of the parameters.
+    """
+    kernels = {}
+    for kernel in kernels_lib.with_adapter(params, params_axes):
+      rank = self.rank_of(kernel.path)
+      alpha = self.alpha_of(kernel.path)
+      kernels[kernel.path] = {'rank': rank, 'alpha': alpha, 'dims': kernel.dims}
+    others = [path for path, _ in tree_utils.named_leaves(params) if not merging.is_leaf(path)]
+    return {
+      'rank_stabilized': self.rank_stabilized,
+      'dropout_rate': self.dropout_rate,
+      'base_dtype': self.base_dtype,
+      'also_train': [path for path in others if self.is_trained(path)],
+      'kernels': kernels,
+    }
+
+  def merge(self, params: Params, params_axes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a model without adapters: merged kernels, NumPy float32, and the other arrays.
+
+    Args:
+      params: nested dicts of arrays, without stacked layers.
+      params_axes: axes metadata of the parameters.
+    """
+    flat = tree_utils.flatten_dict(tree_utils.to_dict(params))
+    for kernel in kernels_lib.with_adapter(params, params_axes):
+      a, b = (np.asarray(flat.pop(path)) for path in merging.leaves_of(kernel.path))
+      scale = self.scale_of(kernel.path)
+      flat[kernel.path] = merging.merge(np.asarray(flat[kernel.path]), a, b, kernel.dims, scale)
+    return tree_utils.unflatten_dict(flat)
 
   # ---- Parameters ----------------------------------------------------------------------------------------------------
 

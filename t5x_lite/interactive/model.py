@@ -346,7 +346,10 @@ class InteractiveModel:
       manager.save(
         self.step,
         self.train_state.state_dict(),
-        metadata=starting_point.layout_metadata(self._model),
+        metadata={
+          **starting_point.layout_metadata(self._model),
+          **starting_point.adapter_metadata(self._model, self.train_state),
+        },
       )
     self._saved_steps = [*(step for step in self._saved_steps if step != self.step), self.step]
     # The manager's retention would count checkpoints of other programs.

@@ -404,6 +404,12 @@ class BaseTransformerModel(BaseModel):
     model._custom_metrics = batch_metrics.CustomMetrics(owner, metric_fns)
     return model
 
+  def with_adapter(self, adapter: adapters.Lora | None) -> 'BaseTransformerModel':
+    """Return a copy of this model with another adapter, for passes of the network; its optimizer is unchanged."""
+    model = copy.copy(self)
+    model.adapter = adapter
+    return model
+
   def network_params(self, params: Params, dropout_rng: Array | None = None) -> Params:
     """Return the parameters for passes of the network: those of an adapter get its scale and dropout.
 

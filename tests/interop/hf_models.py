@@ -193,6 +193,48 @@ class HFModel:
     )
     return trees[0] if trees else records.RecordedTree(found['sums'], found['layout'])
 
+  def train_adapter(
+    self, name: str, folder: Any, rate: float, batch: Batch, to_rows: Any
+  ) -> dict[str, Any]:
+    """Return what `libraries.train_adapter` returns for a step of AdamW, as sums that are small enough to record.
+
+    Args:
+      name: of the adapter, for names of results.
+      folder: folder of the adapter; the record is valid for its files only.
+      rate: see `train`.
+      batch: a batch.
+      to_rows: returns the tree of arrays to compare, of the results.
+
+    Returns:
+      `rows`: a `RecordedTree`; `loss`; `config`: contents of the adapter_config.json that PEFT saves, with the tensors
+      of the folder.
+    """
+    trees: list[records.RecordedTree] = []
+    path = pathlib.Path(folder)
+    config = json.loads((path / 'adapter_config.json').read_text())
+    tensors = safetensors.numpy.load_file(path / 'adapter_model.safetensors')
+    # What PEFT takes over; it saves modules in any order, and its version.
+    taken_over = {'base_model_name_or_path': None, 'peft_version': None, 'target_modules': None}
+
+    def compute():
+      found = _libraries().train_adapter(self.live, str(folder), 'adamw', rate, batch)
+      trees.append(records.RecordedTree.of(to_rows(found)))
+      assert records.digest(found['saved']) == records.digest(tensors)
+      saved = json.loads(found['config'])
+      assert sorted(saved['target_modules']) == sorted(config['target_modules'])
+      return {
+        'sums': trees[0].sums,
+        'layout': trees[0].layout,
+        'loss': found['loss'],
+        'config': dict(sorted((saved | taken_over).items())),
+      }
+
+    inputs = {'batch': batch, 'rate': rate, 'config': config, 'tensors': tensors}
+    found = records.get().ask(f'{self.name}/adapter/{name}', self._inputs(inputs=inputs), compute)
+    rows = trees[0] if trees else records.RecordedTree(found['sums'], found['layout'])
+    saved = found['config'] | {key: config.get(key) for key in taken_over}
+    return {'rows': rows, 'loss': found['loss'], 'config': saved}
+
   def that_ends(self, batch: Batch, amount: float) -> 'HFModel':
     """Return a model that gives the end token often: on average its logit is larger by about `amount`."""
     row = records.get().ask(

@@ -1,14 +1,18 @@
-"""PyTorch, transformers and CTranslate2: the only module that imports them. `make test` does not import it."""
+"""PyTorch, transformers, PEFT and CTranslate2: the only module that imports them. `make test` does not import it."""
 
 from collections.abc import Sequence
 import copy
 import importlib.util
 import json
+import pathlib
 import tempfile
 from typing import Any
+import warnings
 
 import ctranslate2
 import numpy as np
+import peft
+import safetensors.numpy
 import torch
 import transformers
 from transformers.models.t5 import modeling_t5
@@ -27,6 +31,7 @@ def versions() -> dict[str, str]:
 
   return {
     'ctranslate2': ctranslate2.__version__,
+    'peft': peft.__version__,
     'torch': torch.__version__,
     'transformers': transformers.__version__,
     'tokenizers': tokenizers.__version__,
@@ -215,6 +220,59 @@ def train(model: Any, optimizer: str, rate: float, batches: Any) -> dict[str, np
     _mean_loss(model, batch).backward()
     made.step()
   return state_dict(model)
+
+
+# ---- Adapters -------------------------------------------------------------------------------------------------------
+
+
+def train_adapter(
+  model: Any, folder: str, optimizer: str, rate: float, batch: Any
+) -> dict[str, Any]:
+  """Return what PEFT makes of a model and the folder of its adapter.
+
+  Returns:
+    `logits`; `loss`, the mean; by tensors of the adapter, `gradients` and the values `trained` by one step; by tensors
+    of the model, the weights `merged`; `config`, the text that PEFT saves, and `saved`, the tensors.
+  """
+  adapted = _with_adapter(model, folder, is_trainable=True).eval()
+  found: dict[str, Any] = {'logits': logits(adapted, batch)}
+  made = _OPTIMIZERS[optimizer]([each for each in adapted.parameters() if each.requires_grad], rate)
+  loss = _mean_loss(adapted, batch)
+  loss.backward()
+  found['loss'] = loss.item()
+
+  def tensors(value_fn: Any) -> dict[str, np.ndarray]:
+    return {
+      name.replace('.default.', '.'): to_numpy(value_fn(each)).astype(np.float32)
+      for name, each in adapted.named_parameters()
+      if each.requires_grad
+    }
+
+  # An expert without tokens has no gradient.
+  found['gradients'] = tensors(
+    lambda each: torch.zeros_like(each) if each.grad is None else each.grad
+  )
+  with tempfile.TemporaryDirectory() as saved:
+    adapted.save_pretrained(saved)
+    path = pathlib.Path(saved)
+    found['config'] = (path / 'adapter_config.json').read_text()
+    found['saved'] = safetensors.numpy.load_file(path / 'adapter_model.safetensors')
+  made.step()
+  found['trained'] = tensors(lambda each: each)
+  merged = _with_adapter(model, folder)
+  with warnings.catch_warnings():
+    # Models with logits of their own were never tied.
+    warnings.simplefilter('ignore', UserWarning)
+    found['merged'] = state_dict(merged.merge_and_unload())
+  return found
+
+
+def _with_adapter(model: Any, folder: str, **options: Any) -> Any:
+  """Return a copy of a model with the adapter of a folder."""
+  with warnings.catch_warnings():
+    # PEFT asks transformers for what it will call otherwise.
+    warnings.simplefilter('ignore', FutureWarning)
+    return peft.PeftModel.from_pretrained(copy.deepcopy(model), folder, **options)
 
 
 # ---- Generation -----------------------------------------------------------------------------------------------------

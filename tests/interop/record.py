@@ -26,7 +26,9 @@ def _describe() -> str:
   )
   build = f'a CUDA build, with {cuda_size / 1e6:,.0f} MB of libraries' if cuda else 'a CPU build'
   version = importlib.metadata.version
-  others = ' and '.join(f'{name} {version(name)}' for name in ('transformers', 'ctranslate2'))
+  others = ' and '.join(
+    f'{name} {version(name)}' for name in ('transformers', 'peft', 'ctranslate2')
+  )
   return f'torch {version("torch")} ({size / 1e6:,.0f} MB, {build}), {others}'
 
 

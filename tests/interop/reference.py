@@ -345,6 +345,24 @@ def our_tree(
   return param_layouts.convert(tree, 't5', layout, our_module(family, layout).config)
 
 
+def our_adapter(tensors: Mapping[str, np.ndarray], family: Family) -> dict[str, np.ndarray]:
+  """Return our arrays of an adapter, by path in the layout 't5', of the tensors of one of PEFT (or of gradients)."""
+  found: dict[str, np.ndarray] = {}
+  experts: dict[str, dict[int, np.ndarray]] = {}
+  for name, tensor in tensors.items():
+    module, letter = re.fullmatch(r'base_model\.model\.(.+)\.lora_([AB])\.weight', name).groups()
+    kernel, value, expert = _one(f'{module}.weight', tensor, family)
+    ours = f'{kernel.removesuffix("kernel")}lora_{letter.lower()}'
+    if expert is None:
+      found[ours] = value
+    else:
+      experts.setdefault(ours, {})[expert] = value
+  stacked = {
+    name: np.stack([parts[i] for i in range(NUM_EXPERTS)]) for name, parts in experts.items()
+  }
+  return found | stacked
+
+
 def to_t5_layout(params: Any, family: Family, add_tables: bool) -> dict[str, Any]:
   """Returns stacked parameters, or gradients of them, in the layout 't5'.
 

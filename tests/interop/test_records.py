@@ -188,7 +188,7 @@ def test_records_are_small_and_complete(stored):
   files = {path.name: path.stat().st_size for path in records.FOLDER.iterdir()}
   assert files.keys() == {'records.json', 'arrays.npz', 'byte_level_bpe.json.gz', 'docs.model.gz'}
   assert sum(files.values()) < 1.6e6, files
-  assert stored.versions.keys() == {'ctranslate2', 'torch', 'transformers', 'tokenizers'}
+  assert stored.versions.keys() == {'ctranslate2', 'peft', 'torch', 'transformers', 'tokenizers'}
 
 
 @pytest.mark.usefixtures('stored')
@@ -198,7 +198,7 @@ def test_the_tests_import_neither_library():
     'import importlib.abc, sys\n'
     'class Finder(importlib.abc.MetaPathFinder):\n'
     '  def find_spec(self, name, path, target=None):\n'
-    "    assert name.partition('.')[0] not in ('ctranslate2', 'torch', 'transformers', 'tensorflow'), name\n"
+    "    assert name.partition('.')[0] not in ('ctranslate2', 'peft', 'torch', 'transformers', 'tensorflow'), name\n"
     'sys.meta_path.insert(0, Finder())\n'
     'import tests.interop.test_logits, tests.interop.test_tokenizers, tests.interop.test_round_trips\n'
     'from tests.interop import reference\n'

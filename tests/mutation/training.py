@@ -5,7 +5,7 @@ from tests.mutation.mutant import Mutant
 MUTANTS = (
   Mutant(
     'adapters_have_the_scale_of_alpha',
-    't5x_lite/adapters/lora.py',
+    't5x_lite/adapters/merging.py',
     'return alpha / rank',
     'return alpha',
     'tests/adapters/test_lora.py::test_the_pass_is_that_of_merged_kernels[all-options0]',

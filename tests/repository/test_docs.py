@@ -842,7 +842,7 @@ def test_weights_models():
 
 def test_weights_forms():
   rows = _weights_table('weights forms')
-  assert {_names(row[0])[0] for row in rows} == set(checkpoint_sources.FORMATS)
+  assert {_names(row[0])[0] for row in rows} == {*checkpoint_sources.FORMATS, 'peft'}
   assert [_names(row[0])[0] for row in rows if row[-1] == 'yes'] == list(convert.FORMATS)
 
 

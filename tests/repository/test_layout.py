@@ -133,7 +133,7 @@ def test_locks_of_all_pythons_pin_the_same_packages():
 def test_pytorch_is_in_no_environment_with_tensorflow():
   """`make test-interop` installs lock-interop.txt next to a lock's core; elsewhere neither library is pinned."""
   interop = _pins('interop')
-  assert {'ctranslate2', 'torch', 'transformers', 'tokenizers', 'filelock'} <= set(interop)
+  assert {'ctranslate2', 'peft', 'torch', 'transformers', 'tokenizers', 'filelock'} <= set(interop)
   assert not set(interop) & {'tensorflow', 'tensorflow-cpu', 'seqio', 't5'}
   for name in (*_VERSIONS, 'core-3.14', 'stores', 'docs'):
     pins = _pins(name)

@@ -25,8 +25,10 @@ from t5x_lite import optimizers
 from t5x_lite import partitioning
 from t5x_lite import schedules
 from t5x_lite import tree_utils
+from t5x_lite.adapters import merging
 from t5x_lite.apps.common import output_folder
 from t5x_lite.checkpoints import builders
+from t5x_lite.checkpoints import sources
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.formatting import first_names
 from t5x_lite.formatting import format_number
@@ -408,8 +410,9 @@ def _problem_of_base(start: StartingPoint, adapter: adapters.Lora, model_dir: st
     if value:
       return f'`RestoreCheckpointConfig.{option}`, {value!r}, may change them'
   for builder in cfg.builders:
-    if isinstance(builder, builders.Adapter):
-      paths = [name.partition('/')[2] for name in builder.open()[1]]
+    # An adapter of PEFT has no other parameters.
+    if isinstance(builder, builders.Adapter) and not sources.is_adapter(builder.path):
+      paths = [name.partition('/')[2] for name in builder.open({})[1]]
       others = [path for path in paths if not adapter.is_trained(path)]
       if others:
         return f'{builder.description} has also trained {first_names(others)}, which `Lora.also_train` lacks'
@@ -508,6 +511,7 @@ def check_start(
       saved_with,
       own,
     )
+  _check_scales(start, state_shape, model)
   return fit
 
 
@@ -601,6 +605,26 @@ def _check_start_id(path: str, model: models.BaseModel, start_id: int) -> None:
       f'`{owner}.decoder_start_id` must be {start_id} for {path!r}, whose decoder starts with this id, got {ours}. '
       f'Set it to {start_id}.'
     )
+
+
+def _check_scales(start: StartingPoint, shape: Any, model: models.BaseModel) -> None:
+  """Raise CheckpointError if the adapter of a checkpoint has other factors than the model's, which no shape shows."""
+  adapter = state_init.adapter_of(model)
+  if adapter is None:
+    return
+  found = {path: checkpoints.read_metadata(path) for path in start.paths_of_models}
+  for builder in start.chain:
+    if isinstance(builder, builders.Adapter):
+      source, _ = builder.open(tree_utils.flatten_dict(shape.state_dict()))
+      found = {builder.path: source.metadata}
+  scales = merging.scales_of(adapter.metadata(shape.params, shape.params_axes))
+  for path, metadata in found.items():
+    if 'adapter' in metadata and merging.scales_of(metadata['adapter']) != scales:
+      raise CheckpointError(
+        'The factors of the adapter, by `Lora.alpha`, `Lora.rank` and `Lora.rank_stabilized`, must be '
+        f'{merging.scales_of(metadata["adapter"])} as in {path!r}, got {scales}. Set these options to those of the '
+        'adapter.'
+      )
 
 
 def _check_unseen_fields(path: str, config: StackConfig, network: Mapping[str, Any]) -> None:
@@ -935,6 +959,19 @@ def _raise_for_non_finite(start: StartingPoint, names: Sequence[str]) -> None:
       f'{start.description} has non-finite values in {names[0]}{more}. Start from another '
       "checkpoint, or set NON_FINITE_POLICY='ignore' to train with these values."
     )
+
+
+def adapter_metadata(model: models.BaseModel, shape: Any) -> dict[str, Any]:
+  """Return the checkpoint metadata `adapter`, see `Lora.metadata`; {} for models without an adapter.
+
+  Args:
+    model: the model.
+    shape: train state of arrays or shapes, without stacked layers.
+  """
+  adapter = getattr(model, 'adapter', None)
+  if adapter is None:
+    return {}
+  return {'adapter': adapter.metadata(shape.params, shape.params_axes)}
 
 
 def optimizer_metadata(train_state: TrainState) -> dict[str, Any]:

@@ -16,6 +16,7 @@ overwritten, and an interrupted command leaves no incomplete output: run it agai
                  umT5, ByT5, Switch Transformers
   t5x            a checkpoint of T5X: a file `checkpoint` and a folder per array; Orbax checkpoints of T5X are read too
   t5x_lite       a checkpoint of this package
+  peft           the LoRA adapter of a run: adapter_config.json and adapter_model.safetensors
 
 The format of SOURCE is detected. A training run can start from a SOURCE of any format without conversion: set
 INITIAL_CHECKPOINT_PATH.
@@ -26,14 +27,18 @@ examples:
   t5x_lite convert runs/mine mine_for_transformers --to=hugging_face --tokenizer=spiece.model
   t5x_lite convert runs/mine runs/mine_scanned --to=t5x_lite --param_layout=scalable_t5 --optimizer_state=drop
   t5x_lite convert t5x_runs/large large_half --to=hugging_face --dtype=bfloat16 --max_shard_size=2GB
+  t5x_lite convert runs/lora adapter --to=peft
+  t5x_lite convert adapter merged --base=flan-t5-base --to=hugging_face
 """
 _OPTIONS = (
   'to',
   'dtype',
   'param_average',
+  'base',
   'param_layout',
   'optimizer_state',
   'step',
+  'merge',
   'family',
   'tokenizer',
   'max_shard_size',
@@ -73,7 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     '--to',
     required=True,
     metavar='FORMAT',
-    help='t5x_lite, t5x, hugging_face, or a format that MODULE registers',
+    help='t5x_lite, t5x, hugging_face, peft, or a format that MODULE registers. hugging_face merges the adapter of a '
+    'run into its weights',
   )
   parser.add_argument(
     '--module', metavar='MODULE', help='Python module to import, which registers a format'
@@ -89,6 +95,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     action='store_true',
     help='convert the running average of the parameters instead of the parameters, without the '
     'optimizer state',
+  )
+  parser.add_argument(
+    '--base',
+    metavar='PATH',
+    help='for a SOURCE that is an adapter of PEFT: the model with which it was trained, in any format',
   )
   states = parser.add_argument_group('for --to=t5x_lite and --to=t5x')
   states.add_argument(
@@ -107,6 +118,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     type=int,
     metavar='N',
     help='number of training steps to record; default: that of SOURCE, or 0',
+  )
+  states.add_argument(
+    '--merge',
+    action='store_true',
+    default=None,
+    help='only --to=t5x_lite: merge the adapter of SOURCE into its weights, in float32, and write a complete model',
   )
   folder = parser.add_argument_group('for --to=hugging_face')
   folder.add_argument(

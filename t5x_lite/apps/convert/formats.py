@@ -12,6 +12,7 @@ BUILT_IN = {
   't5x_lite': 't5x_lite.apps.convert.targets.OwnTarget',
   't5x': 't5x_lite.apps.convert.targets.T5xTarget',
   'hugging_face': 't5x_lite.apps.convert.hugging_face.HuggingFaceTarget',
+  'peft': 't5x_lite.apps.convert.peft.PeftTarget',
 }
 FORMATS = tuple(BUILT_IN)
 _TARGETS: LazyClasses[type[targets.Target]] = LazyClasses(BUILT_IN)

@@ -50,7 +50,7 @@ class HuggingFaceTarget(targets.Target):
     'safetensors',
   )
   unit = 'tensors'
-  without_effect = {'optimizer_state': 'drop'}
+  without_effect = {'optimizer_state': 'drop', 'merge': True}
   only_layout = 't5'
   left_out = {
     AVERAGE: 'The folder has the trained parameters. For their running average, add --param_average.',
@@ -113,9 +113,7 @@ class HuggingFaceTarget(targets.Target):
     plan = job.plan
     family = job.family
     notes = []
-    folder = None
-    if isinstance(source, sources.HuggingFaceSource):
-      folder = source.folder
+    folder = source_network.folder_of(source)
     architecture = source_network.architecture_of(source, plan)
     path = self.tokenizer
     if folder is None:
@@ -160,6 +158,9 @@ class HuggingFaceTarget(targets.Target):
     assert job.architecture is not None and job.family is not None  # `prepare` has set them
     source = job.source
     folder_name = os.path.basename(os.path.normpath(source.path))
+    note = f'Converted from `{folder_name}` ({source.format}), step {job.step}.'
+    if isinstance(source, sources.MergedSource):
+      note += f' {source.note}'
     writer.write_folder(
       folder,
       job.architecture,
@@ -167,7 +168,7 @@ class HuggingFaceTarget(targets.Target):
       lambda name: make(f'{PARAMS}{name}'),
       max_shard_bytes=self.max_shard_size or writer.MAX_SHARD_BYTES,
       tokenizer=job.tokenizer,
-      source_note=f'Converted from `{folder_name}` ({source.format}), step {job.step}.',
+      source_note=note,
       origin=origin.origin_of(source),
       order=list(job.plan.params()),
     )
@@ -233,11 +234,10 @@ def _try_tokenizer(
 
   if path is not None:
     return path, write(path)
-  if isinstance(source, sources.HuggingFaceSource) and any(
-    (source.folder.path / name).is_file() for name in tokenizer_files.FILES
-  ):
+  folder = source_network.folder_of(source)
+  if folder is not None and any((folder.path / name).is_file() for name in tokenizer_files.FILES):
     try:
-      return source.path, write(source.path)
+      return str(folder.path), write(str(folder.path))
     except T5xLiteError as error:
       notes.append(f'The folder has no tokenizer. {error}')
       return None, False

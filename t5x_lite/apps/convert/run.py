@@ -50,6 +50,7 @@ def convert(
   to: str,
   dtype: str | None = None,
   param_average: bool = False,
+  base: str | None = None,
   progress: runtime.Progress | None = None,
   **options: Any,
 ) -> Conversion:
@@ -63,6 +64,7 @@ def convert(
     to: name of the format of the output, 't5x_lite', 't5x', 'hugging_face' or that of a registered class.
     dtype: floating-point dtype of the parameters, one of `convert_plan.DTYPES`; None keeps the stored ones.
     param_average: convert the running average of the parameters instead of the parameters.
+    base: for a source that is only an adapter: the model to which it is added, in any format.
     progress: progress line.
     **options: options of the format, fields of its `Target`.
 
@@ -78,9 +80,15 @@ def convert(
   target.check_output(output)
   _check_output(source, output)
   shown.note('reading the source')
-  opened = open_newest(source)
+  opened = _open(source, base)
   if param_average:
     opened = sources.AverageSource(opened)
+  if 'adapter' in opened.metadata:
+    opened = target.with_adapter(opened, dtype)
+  elif options.get('merge'):
+    raise checks.invalid(
+      '', '--merge', f'absent, since {source!r} has no adapter', True, 'Remove it.'
+    )
   job = _plan(opened, target, dtype, param_average)
   _check_disks(target, output, job.plan.num_bytes)
   shown.note('verifying the source')
@@ -145,6 +153,8 @@ def _plan(
     **target.plan_options(),
   )
   notes = plan.notes
+  if isinstance(source, sources.MergedSource):
+    notes = (source.note, *notes)
   if param_average:
     notes = ('The parameters are the running average (param_average).', *notes)
   return target.prepare(
@@ -157,6 +167,22 @@ def _plan(
       notes=notes,
     )
   )
+
+
+def _open(source: str, base: str | None) -> sources.StateSource:
+  """Open the source, if it is only an adapter together with its base."""
+  is_adapter = sources.is_adapter(source)
+  if is_adapter and base is None:
+    expected = f'the folder or run directory of the model of the adapter {source!r}'
+    raise checks.invalid('', '--base', expected, base, 'Add the flag.')
+  if base is None:
+    return open_newest(source)
+  if not is_adapter:
+    expected = f'absent, since {source!r} is not only an adapter'
+    raise checks.invalid('', '--base', expected, base, 'Remove the flag.')
+  model = open_newest(base)
+  adapter = sources.open_peft(source, model.shapes(), model.path)
+  return sources.AdapterSource(adapter, lambda: model)
 
 
 def open_newest(path: str) -> sources.StateSource:

@@ -6,10 +6,22 @@ from t5x_lite.checkpoints import sources
 from t5x_lite.errors import CheckpointError
 
 
+def folder_of(source: sources.StateSource) -> hugging_face.HuggingFaceFolder | None:
+  """Return the Hugging Face folder of a source, also of one to which an adapter of PEFT is added; None without one."""
+  if isinstance(source, sources.MergedSource):
+    source = source.source
+  if isinstance(source, sources.AdapterSource) and source.format == 'peft':
+    source = source.base
+  if isinstance(source, sources.HuggingFaceSource):
+    return source.folder
+  return None
+
+
 def known_family(source: sources.StateSource) -> hugging_face.Family | None:
   """Return the family of a Hugging Face folder, or of the folder that a checkpoint was converted from."""
-  if isinstance(source, sources.HuggingFaceSource):
-    return source.folder.family
+  folder = folder_of(source)
+  if folder is not None:
+    return folder.family
   name = (source.metadata.get('converted') or {}).get('family')
   if name is None:
     return None
@@ -26,8 +38,9 @@ def architecture_of(source: sources.StateSource, plan: StatePlan) -> hugging_fac
   Raises:
     CheckpointError: transformers does not support the network.
   """
-  if isinstance(source, sources.HuggingFaceSource):
-    return source.folder.architecture
+  folder = folder_of(source)
+  if folder is not None:
+    return folder.architecture
   return hugging_face.Architecture.from_shapes(plan.params(), plan.network)
 
 

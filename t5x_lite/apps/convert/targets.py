@@ -152,6 +152,19 @@ class Target(abc.ABC):
     """Return the family of the model, or None if it is unknown."""
     return source_network.known_family(source)
 
+  def with_adapter(self, source: sources.StateSource, dtype: str | None) -> sources.StateSource:
+    """Return the state to write of a source with an adapter; by default its kernels with the adapter merged into them.
+
+    Args:
+      source: the weights to convert, whose metadata describe an adapter.
+      dtype: floating-point dtype of the parameters of the output; None for the stored ones.
+
+    Raises:
+      ConfigError: the format does not support the adapter.
+    """
+    # A cast from float32 is the only rounding.
+    return sources.MergedSource(source, None if dtype is None else 'float32')
+
   def check_output(self, output: str) -> None:
     """Raise before anything is read if the output cannot be written to the path `output`, or published.
 
@@ -230,12 +243,24 @@ class StateTarget(Target):
 
 @dataclasses.dataclass(frozen=True)
 class OwnTarget(StateTarget):
-  """Checkpoint of t5x_lite."""
+  """Checkpoint of t5x_lite.
+
+  Attributes:
+    merge: merge the adapter of the source into its kernels; None keeps it.
+  """
 
   format = 't5x_lite'
   title = 't5x_lite checkpoint'
   has_steps = True
   other_names = ('t5x-lite', 't5xlite')
+
+  merge: bool | None = None
+
+  def with_adapter(self, source: sources.StateSource, dtype: str | None) -> sources.StateSource:
+    """See `Target.with_adapter`."""
+    if self.merge:
+      return super().with_adapter(source, dtype)
+    return source
 
   def write(self, folder: files.Path, job: Job, make: MakeFn) -> None:
     """See `Target.write`."""
@@ -253,6 +278,16 @@ class T5xTarget(StateTarget):
     AVERAGE: 'The running average of the parameters (param_average) is not converted: T5X does not '
     'support it. To convert it instead of the parameters, add --param_average.'
   }
+
+  def with_adapter(self, source: sources.StateSource, dtype: str | None) -> sources.StateSource:
+    """Raise; see `Target.with_adapter`."""
+    raise checks.invalid(
+      '',
+      '--to',
+      'a format with adapters',
+      self.format,
+      'Merge the adapter first: --to=t5x_lite --merge.',
+    )
 
   @classmethod
   def remarks(cls, network: Mapping[str, Any], with_optimizer_state: bool) -> list[str]:

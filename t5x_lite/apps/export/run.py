@@ -26,6 +26,7 @@ from typing import Any
 
 import jax
 import jax.export
+import jax.numpy as jnp
 import numpy as np
 
 import t5x_lite
@@ -181,21 +182,33 @@ def save(
   spec = get_converter(model.FEATURE_CONVERTER).element_spec(
     task_feature_lengths, partitioner.data_mesh_size, False
   )
+  adapter = model.adapter
+  restored_model = model
+  cfg = restore_checkpoint_cfg
+  if adapter is not None:
+    # Sums of the original weights and the adapter are rounded once.
+    restored_model = model.with_adapter(dataclasses.replace(adapter, base_dtype=None))
+    cfg = cfg and dataclasses.replace(cfg, dtype='float32')
   restored = next(
     restore_lib.restore_for_inference(
-      model,
-      restore_checkpoint_cfg,
+      restored_model,
+      cfg,
       partitioner,
       {name: leaf.shape for name, leaf in spec.items()},
       {name: leaf.dtype for name, leaf in spec.items()},
       fallback_init_rng,
     )
   )
+  state = restored.train_state
+  params = state.params
+  if adapter is not None:
+    model = model.with_adapter(None)
+    params = adapter.merge(params, state.params_axes)
+    dtype = jnp.dtype((restore_checkpoint_cfg and restore_checkpoint_cfg.dtype) or 'float32')
+    params = jax.tree.map(lambda leaf: np.asarray(leaf).astype(dtype), params)
   variables = {
     name: np.asarray(value)
-    for name, value in export_functions.flat_variables(
-      restored.train_state.params, restored.train_state.flax_mutables
-    ).items()
+    for name, value in export_functions.flat_variables(params, state.flax_mutables).items()
   }
 
   # --- Programs -------------------------------------------------------------------------------------------------------

@@ -208,6 +208,7 @@ class TrainSaves:
         metadata={
           'run': facts,
           **starting_point.layout_metadata(self._run_cfg.model),
+          **starting_point.adapter_metadata(self._run_cfg.model, self._run.state_shape),
           **starting_point.optimizer_metadata(trainer.train_state),
           **metadata,
         },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import dataclasses
 from typing import Any, ClassVar
 
@@ -49,8 +50,8 @@ class Adapter(base.StateBuilder):
   It replaces parameters of the same names. The optimizer begins with the parameters; the step is kept.
 
   Attributes:
-    path: a checkpoint with an adapter, or a directory of such checkpoints, of which the newest sound one is taken. Its
-      base is not read.
+    path: a checkpoint with an adapter, or a directory of such checkpoints, of which the newest sound one is taken; its
+      base is not read. Or a folder of PEFT.
   """
 
   path: str
@@ -70,7 +71,7 @@ class Adapter(base.StateBuilder):
   def build(self, state: base.BuiltState, target: base.TargetState) -> base.BuiltState:
     """See `StateBuilder.build`."""
     names = _adapter_names(target, 'Adapter')
-    source, stored = self.open()
+    source, stored = self.open(target.wanted)
     if target.has_values:
       source.verify()
     part = in_layout_of_model(base.BuiltState(arrays=stored), target)
@@ -85,13 +86,19 @@ class Adapter(base.StateBuilder):
     kept = state.without(*base.FROM_PARAMS)
     return kept.replace(arrays={**kept.arrays, **part.arrays})
 
-  def open(self) -> tuple[sources.StateSource, dict[str, Any]]:
+  def open(self, model: Mapping[str, Any]) -> tuple[sources.StateSource, dict[str, Any]]:
     """Return the opened checkpoint, and its arrays that `build` takes by name.
 
+    Args:
+      model: shape of each array of the model's state by name.
+
     Raises:
-      CheckpointError: it has no adapter.
+      CheckpointError: it has no adapter, or a folder of PEFT has one of another model.
     """
-    source = sources.open_adapter(self._checkpoint())
+    if sources.is_adapter(self.path):
+      source = sources.open_peft(self.path, model, 'the base')
+    else:
+      source = sources.open_adapter(self._checkpoint())
     # Without a base, the checkpoint contains all parameters, or the adapter alone.
     is_alone = source.manifest is not None and 'base' in source.manifest.metadata
     stored = {

@@ -9,6 +9,7 @@ import dataclasses
 import re
 from typing import Any
 
+from t5x_lite.adapters import merging
 from t5x_lite.checkpoints.hugging_face import config_json
 from t5x_lite.checkpoints.hugging_face.families import Family
 from t5x_lite.errors import CheckpointError
@@ -272,11 +273,12 @@ _CONFIG_NAMES = {
 
 
 def _parameters(shapes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-  """Return the shapes by name of the arrays in `target/`, or of all arrays if `target/` is empty."""
+  """Return the shapes by name of the arrays in `target/`, or of all if `target/` is empty, without adapters."""
   inside = {
     name.removeprefix(_TARGET): value for name, value in shapes.items() if name.startswith(_TARGET)
   }
-  return {name: tuple(value.shape) for name, value in (inside or shapes).items()}
+  params = inside or shapes
+  return {name: tuple(value.shape) for name, value in params.items() if not merging.is_leaf(name)}
 
 
 def _layer_shapes(name: str, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:

@@ -17,6 +17,7 @@ from t5x_lite.checkpoints.hugging_face.names import LM_HEAD
 from t5x_lite.checkpoints.hugging_face.names import SHARED
 from t5x_lite.checkpoints.hugging_face.names import TensorRule
 from t5x_lite.checkpoints.hugging_face.tensor_files import INDEX_FILE
+from t5x_lite.checkpoints.hugging_face.tensor_files import MERGE_COMMAND
 from t5x_lite.checkpoints.hugging_face.tensor_files import SINGLE_FILE
 from t5x_lite.checkpoints.hugging_face.tensor_files import SafetensorsFolder
 from t5x_lite.errors import CheckpointError, T5xLiteError
@@ -99,7 +100,7 @@ class HuggingFaceFolder:
     if not (self.path / CONFIG_FILE).is_file():
       is_adapter = (self.path / 'adapter_config.json').is_file()
       if is_adapter:
-        remedy = 'It holds only an adapter: merge it with peft, model.merge_and_unload().save_pretrained(folder).'
+        remedy = f'It holds only an adapter: merge it with its model, {MERGE_COMMAND}.'
       else:
         remedy = 'Download that file too.'
       raise CheckpointError(

@@ -184,6 +184,29 @@ def _sparse_rules(arch: Architecture, ours: str, theirs: str) -> Iterator[Tensor
     yield TensorRule(f'{ours}/expert/{name}/kernel', each, (arch.num_experts, *shape), STACK)
 
 
+def module_of(tensor: str) -> str:
+  """Return the module of transformers whose weight a tensor is."""
+  return tensor.removesuffix('.weight')
+
+
+def adapter_rules(kernel: TensorRule, rank: int) -> list[TensorRule]:
+  """Return the rules of A and B of a kernel's adapter: PEFT has A [rank, input] and B [output, rank] for a module.
+
+  Args:
+    kernel: rule of the kernel.
+    rank: rank of the adapter.
+  """
+  *experts, size_in, size_out = kernel.shape
+  rules = []
+  for letter, shape in (('A', (*experts, size_in, rank)), ('B', (*experts, rank, size_out))):
+    ours = f'{kernel.ours.removesuffix("kernel")}lora_{letter.lower()}'
+    theirs = tuple(
+      f'base_model.model.{module_of(tensor)}.lora_{letter}.weight' for tensor in kernel.theirs
+    )
+    rules.append(TensorRule(ours, theirs, shape, kernel.transform))
+  return rules
+
+
 def check_ours(rules: Sequence[TensorRule], shapes: Mapping[str, Any], what: str) -> None:
   """Raise if the arrays of a t5x_lite checkpoint differ from those of `rules`.
 

@@ -50,6 +50,8 @@ _COMPARED_BYTES = 1 << 24
 # Bytes that are read at a time from an object store: of a header, and of a tensor.
 _HEADER_BUFFER_BYTES = 1 << 17
 _PART_BYTES = 1 << 25
+# For messages about a folder that holds only an adapter.
+MERGE_COMMAND = 't5x_lite convert FOLDER OUTPUT --base=MODEL --to=hugging_face'
 # Weights in formats that are not supported.
 _OTHER_WEIGHTS = (
   'pytorch_model.bin',
@@ -249,20 +251,22 @@ class SafetensorsFolder:
     aliases: names in `entries` that no file holds; the metadata of a file name the tensor whose values they share.
   """
 
-  def __init__(self, path: files.PathLike, tied: Collection[str] = ()):
+  def __init__(self, path: files.PathLike, tied: Collection[str] = (), file: str = SINGLE_FILE):
     """Read and check the headers.
 
     Args:
       path: path of the folder.
       tied: names of tensors that may share their values with another tensor. Such a tensor need not be stored although
         the index has its name.
+      file: name of the file that has all tensors if there are no shards.
 
     Raises:
       CheckpointError: the safetensors are missing or damaged, or the index does not fit the shards.
     """
     self._path = files.path(path)
     self._tied = frozenset(tied)
-    if (self._path / SINGLE_FILE).exists():
+    self._file = file
+    if (self._path / file).exists():
       stored, shared = self._read_single()
     elif (self._path / INDEX_FILE).exists():
       stored, shared = self._read_shards()
@@ -273,7 +277,7 @@ class SafetensorsFolder:
 
   def _read_single(self) -> tuple[dict[str, TensorEntry], dict[str, TensorEntry]]:
     """Return (stored tensors, shared tensors that are not stored)."""
-    stored, metadata = _read_file(self._path / SINGLE_FILE)
+    stored, metadata = _read_file(self._path / self._file)
     return stored, _shared(self._tied, stored, metadata)
 
   def _read_shards(self) -> tuple[dict[str, TensorEntry], dict[str, TensorEntry]]:
@@ -317,11 +321,11 @@ class SafetensorsFolder:
   def _explain_absence(self) -> str:
     found = [name for name in _OTHER_WEIGHTS if (self._path / name).exists()]
     if not found:
-      return f'{self._path} has neither {SINGLE_FILE} nor {INDEX_FILE}. Download the weights too.'
+      return f'{self._path} has neither {self._file} nor {INDEX_FILE}. Download the weights too.'
     if found[0].startswith('adapter'):
       return (
-        f'{self._path} must hold all weights of a model, got only an adapter ({found[0]}). Merge it with peft: '
-        'model.merge_and_unload().save_pretrained(folder).'
+        f'{self._path} must hold all weights of a model, got only an adapter ({found[0]}). Merge it with its model: '
+        f'{MERGE_COMMAND}.'
       )
     flag = {'flax_model.msgpack': ', from_flax=True', 'tf_model.h5': ', from_tf=True'}.get(
       found[0], ''
@@ -427,14 +431,22 @@ class SafetensorsWriter:
   new shard.
   """
 
-  def __init__(self, folder: pathlib.Path, names: Sequence[str], max_shard_bytes: int):
+  def __init__(
+    self,
+    folder: pathlib.Path,
+    names: Sequence[str],
+    max_shard_bytes: int,
+    file: str = SINGLE_FILE,
+  ):
     """Prepare a writer.
 
     Args:
       folder: folder of the files.
       names: names of all tensors to write, in any order.
       max_shard_bytes: limit for the values of a shard in bytes; a larger tensor is the only one in its shard.
+      file: name of the file if there is one shard.
     """
+    self._file = file
     self._folder, self._names, self._max_shard_bytes = folder, list(names), max_shard_bytes
     self._remaining = set(names)
     self._shards: list[_File] = []
@@ -481,7 +493,7 @@ class SafetensorsWriter:
       )
     self._shards[-1].close()
     if len(self._shards) == 1:
-      self._shards[0].path.rename(self._folder / SINGLE_FILE)
+      self._shards[0].path.rename(self._folder / self._file)
       return
     weight_map = {}
     for i, shard in enumerate(self._shards, start=1):

@@ -17,12 +17,15 @@ from t5x_lite.checkpoints.sources.detect import check_exists
 from t5x_lite.checkpoints.sources.detect import check_readable
 from t5x_lite.checkpoints.sources.detect import detect_format
 from t5x_lite.checkpoints.sources.detect import folder_of
+from t5x_lite.checkpoints.sources.detect import is_adapter
 from t5x_lite.checkpoints.sources.detect import open_adapter
+from t5x_lite.checkpoints.sources.detect import open_peft
 from t5x_lite.checkpoints.sources.detect import open_source
 from t5x_lite.checkpoints.sources.detect import recorded_base
 from t5x_lite.checkpoints.sources.detect import register_state_source
 from t5x_lite.checkpoints.sources.detect import source_class
 from t5x_lite.checkpoints.sources.hugging_face import HuggingFaceSource
+from t5x_lite.checkpoints.sources.merged import MergedSource
 from t5x_lite.checkpoints.sources.orbax import OrbaxSource
 from t5x_lite.checkpoints.sources.orbax import OwnSource
 from t5x_lite.checkpoints.sources.t5x_native import T5xNativeSource
@@ -33,6 +36,7 @@ __all__ = (
   'AverageSource',
   'FORMATS',
   'HuggingFaceSource',
+  'MergedSource',
   'OrbaxSource',
   'OwnSource',
   'StateSource',
@@ -45,8 +49,10 @@ __all__ = (
   'folder_of',
   'has_param_average',
   'identify_base',
+  'is_adapter',
   'layout_of',
   'open_adapter',
+  'open_peft',
   'open_source',
   'recorded_base',
   'recorded_path',

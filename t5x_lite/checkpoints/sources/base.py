@@ -159,6 +159,42 @@ class StateSource(abc.ABC):
     return result
 
 
+class WrappedSource(StateSource):
+  """State of another source with other arrays.
+
+  Attributes:
+    LEFT_OUT: names of metadata of the other source that do not apply.
+    source: the other source.
+  """
+
+  LEFT_OUT: ClassVar[tuple[str, ...]] = ('optimizer',)
+
+  def __init__(self, source: StateSource):
+    super().__init__(source.path)
+    self.format = source.format
+    self.source = source
+
+  def read_array(self, name: str) -> np.ndarray:
+    """See `StateSource`."""
+    return np.asarray(self.read({name: (self.shapes()[name].dtype, None)})[name])
+
+  @property
+  def manifest(self) -> manifest_lib.Manifest | None:
+    """See `StateSource`."""
+    return self.source.manifest
+
+  def verify(self) -> bool:
+    """See `StateSource`."""
+    return self.source.verify()
+
+  @functools.cached_property
+  def metadata(self) -> Mapping[str, Any]:
+    """See `StateSource`; without those in `LEFT_OUT`."""
+    return {
+      name: value for name, value in self.source.metadata.items() if name not in self.LEFT_OUT
+    }
+
+
 def layout_of(shapes: Mapping[str, Any]) -> str | None:
   """Return the parameter layout of a state, 't5' or 'scalable_t5', by its names; None for other networks."""
   params = tree_utils.unflatten_dict(

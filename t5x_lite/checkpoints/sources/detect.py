@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import os
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from t5x_lite import errors
 from t5x_lite.checkpoints import discovery
@@ -25,6 +25,8 @@ BUILT_IN = {
   'hugging_face': f'{_FOLDER}.hugging_face.HuggingFaceSource',
 }
 FORMATS = tuple(BUILT_IN)
+# Formats of adapters without their base, from which no run starts.
+_ADAPTERS: LazyClasses[type[base.StateSource]] = LazyClasses({'peft': f'{_FOLDER}.peft.PeftSource'})
 _SOURCES: LazyClasses[type[base.StateSource]] = LazyClasses(BUILT_IN)
 _Source = TypeVar('_Source', bound=type[base.StateSource])
 
@@ -32,8 +34,9 @@ _Source = TypeVar('_Source', bound=type[base.StateSource])
 _UNSUPPORTED = (
   (
     'adapter_config.json',
-    'an adapter of peft, which is not a model',
-    'Merge it with its model and save the result: model.merge_and_unload().save_pretrained(path).',
+    'an adapter of PEFT, which is not a model',
+    'To continue it, set INITIAL_ADAPTER_PATH to it and INITIAL_CHECKPOINT_PATH to its model. To merge them: t5x_lite '
+    'convert ADAPTER OUTPUT --base=MODEL --to=hugging_face.',
   ),
   (
     'model.ckpt-*.index',
@@ -81,7 +84,15 @@ def register_state_source(cls: _Source) -> _Source:
 
 def source_class(name: str) -> type[base.StateSource]:
   """Return the class that reads a format."""
-  return _SOURCES[name]
+  if name in _SOURCES:
+    return _SOURCES[name]
+  return _ADAPTERS[name]
+
+
+def is_adapter(path: discovery.PathLike) -> bool:
+  """Return True if the folder `path` has only an adapter of PEFT."""
+  root = files.path(path)
+  return root.is_dir() and source_class('peft').is_stored_in(root)
 
 
 def detect_format(path: discovery.PathLike) -> str | None:
@@ -155,6 +166,15 @@ def open_source(path: discovery.PathLike, *, base_path: str | None = None) -> ba
 def open_adapter(path: discovery.PathLike) -> base.StateSource:
   """Open the checkpoint of an adapter without its base, or any other state; see `open_source`."""
   return open_source(path).own
+
+
+def open_peft(
+  path: discovery.PathLike, model: Mapping[str, Any], model_path: str
+) -> base.StateSource:
+  """Open an adapter of PEFT; see `peft.PeftSource`."""
+  from t5x_lite.checkpoints.sources import peft  # only this format needs safetensors
+
+  return peft.PeftSource(path, model, model_path)
 
 
 def recorded_base(path: discovery.PathLike) -> Mapping[str, str] | None:

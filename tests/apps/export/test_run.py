@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from t5x_lite import adapters
 from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import decoding
@@ -95,6 +96,53 @@ def stored(tmp_path_factory):
       manager.save(7, {'target': params, 'state': {'step': np.int32(7)}})
     found[name] = (str(folder / 'checkpoint_7'), params)
   return found
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_an_adapter_is_merged(tmp_path, dtype):
+  """The sum is rounded once, from the float32 weights of the base, which the model has in bfloat16."""
+  adapter = adapters.Lora(rank=2, targets='all', base_dtype='bfloat16')
+  model = _encoder_decoder(adapter=adapter)
+  shapes = {
+    name: leaf.shape
+    for name, leaf in get_converter(model.FEATURE_CONVERTER)
+    .element_spec(_LENGTHS, 2, False)
+    .items()
+  }
+  variables = jax.eval_shape(lambda: model.get_initial_variables(jax.random.key(0), shapes))
+  rng = np.random.default_rng(3)
+  params = jax.tree.map(
+    lambda leaf: (rng.standard_normal(leaf.shape) / 3).astype(np.float32), variables['params']
+  )
+  with checkpoints.CheckpointManager(
+    tmp_path, save_cfg=checkpoints.SaveCheckpointConfig()
+  ) as manager:
+    manager.save(7, {'target': params, 'state': {'step': np.int32(7)}})
+  cfg = _restore_cfg(str(tmp_path / 'checkpoint_7'), dtype=dtype)
+  folder = pathlib.Path(_save(tmp_path, model, cfg, batch_size=2, inference_mode='score'))
+  flat = tree_utils.flatten_dict(params)
+  want = {}
+  for path, value in flat.items():
+    if not path.endswith(('lora_a', 'lora_b')):
+      module = path.removesuffix('kernel')
+      if f'{module}lora_a' in flat:
+        value = value + 8.0 * (flat[f'{module}lora_a'] @ flat[f'{module}lora_b'])
+      want[path] = jnp.asarray(value, dtype)
+  described = json.loads((folder / 'manifest.json').read_text())['variables']
+  stored = np.load(folder / 'params.npz')
+  assert {name.removeprefix('params/') for name in stored.files} == set(want)
+  for path, value in want.items():
+    name = f'params/{path}'
+    got = stored[name].view(jnp.dtype(described[name]['dtype']))
+    assert got.dtype == value.dtype
+    np.testing.assert_allclose(
+      got.astype(np.float32),
+      np.asarray(value, np.float32),
+      rtol=2**-7 if dtype == 'bfloat16' else 1e-5,
+      atol=1e-5,
+    )
+    # A rounded base would give another neighbour for many numbers.
+    assert np.mean(got == np.asarray(value)) > (0.98 if dtype == 'bfloat16' else 0.3)
 
 
 @pytest.mark.parametrize(

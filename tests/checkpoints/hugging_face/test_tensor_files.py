@@ -205,7 +205,7 @@ def test_links_to_files_elsewhere_are_followed(tmp_path):
     (('pytorch_model.bin.index.json',), 'safe_serialization=True'),
     (('flax_model.msgpack',), 'from_flax=True'),
     (('tf_model.h5',), 'from_tf=True'),
-    (('adapter_config.json', 'adapter_model.safetensors'), 'merge_and_unload'),
+    (('adapter_config.json', 'adapter_model.safetensors'), '--base=MODEL'),
   ],
 )
 def test_weights_in_other_formats_are_rejected_with_the_remedy(tmp_path, files, match):

@@ -193,7 +193,7 @@ def _touch(*names):
     (_touch('model.safetensors'), 'safetensors without a config.json'),
     (
       _touch('adapter_config.json', 'adapter_model.safetensors'),
-      'an adapter of peft.*merge_and_unload',
+      'an adapter of PEFT.*INITIAL_ADAPTER_PATH.*--base=MODEL',
     ),
     (_touch('config.json', 'spiece.model'), 'a Hugging Face folder without weights'),
     (_touch('checkpoint'), 'must be a checkpoint of t5x_lite .*, got a folder with none of them'),
