@@ -405,6 +405,13 @@ MUTANTS = (
     'tests/apps/infer/test_merge.py::test_a_shard_changed_to_other_results_of_the_same_size_is_not_merged',
   ),
   Mutant(
+    'scores_of_labels_replace_fields_of_the_record',
+    't5x_lite/apps/infer/merge.py',
+    "short = f'aux.{short}'",
+    'pass',
+    'tests/apps/infer/test_merge.py::test_a_field_keeps_its_column_next_to_the_scores_of_labels',
+  ),
+  Mutant(
     'builders_run_again_when_a_run_resumes',
     't5x_lite/checkpoints/builders/chain.py',
     '*(() if is_resuming else cfg.builders)',

@@ -65,7 +65,7 @@ def merge_chunks_to_table(
   Its columns are the fields of the results: those of the record that `--keep_fields` names, the texts of inputs and
   targets, and the prediction or score. The scores of labels are a column `scores.<label>` each. Any other value that is
   no text is written as JSON. If a field of the record is named `targets`, the column of the text of the targets is
-  `targets_pretokenized`.
+  `targets_pretokenized`, and if one is named `scores.<label>`, the column of this label is `aux.scores.<label>`.
 
   Args:
     output_dir: see `merge_chunks_to_file`.
@@ -115,7 +115,11 @@ def _flat(line: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
   flat = {name: value for name, value in line.items() if name != 'inputs'}
   aux = dict(flat.get('aux') or {})
   if isinstance(aux.get('scores'), Mapping):
-    flat |= {f'scores.{label}': score for label, score in aux.pop('scores').items()}
+    for label, score in aux.pop('scores').items():
+      short = f'scores.{label}'
+      if short in fields:
+        short = f'aux.{short}'
+      flat[short] = score
     flat['aux'] = aux
     if not aux:
       del flat['aux']

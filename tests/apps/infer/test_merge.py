@@ -157,3 +157,18 @@ def test_a_table_has_all_fields_of_a_record_and_of_its_result(tmp_path):
     '1,0.5,x,y,',
     ',1.0,z,,raw',
   ]
+
+
+def test_a_field_keeps_its_column_next_to_the_scores_of_labels(tmp_path):
+  line = {
+    'scores.a,b': 'own',
+    'inputs': {'inputs_pretokenized': 'x'},
+    'prediction': 'no',
+    'aux': {'scores': {'a,b': -1.5, 'no': -0.5}},
+  }
+  (tmp_path / 'r.csv-chunk00000').write_text(json.dumps(line) + '\n')
+  merge_chunks_to_table(str(tmp_path), 'r.csv', str(tmp_path), None)
+  assert (tmp_path / 'r.csv').read_text().splitlines() == [
+    '"scores.a,b",prediction,"aux.scores.a,b",scores.no,inputs',
+    'own,no,-1.5,-0.5,x',
+  ]
