@@ -7,7 +7,7 @@ from typing import Any
 
 from t5x_lite import checks
 from t5x_lite import tree_utils
-from t5x_lite.errors import ConfigError
+from t5x_lite.errors import ConfigError, T5xLiteError
 from t5x_lite.layers import low_rank
 
 # Name of the kernels of projections.
@@ -200,7 +200,7 @@ def _examples(paths: Sequence[str]) -> str:
   return f'{paths[0]} and {len(paths) - 1} others'
 
 
-def _unsupported(target: str, path: str) -> ConfigError:
+def _unsupported(target: str, path: str) -> T5xLiteError:
   if path.endswith('embedding'):
     reason = (
       'a table: it is read by lookup, and a tied one also computes the logits, so that it cannot have an adapter of '

@@ -20,6 +20,8 @@ HostBatch = dict[str, np.ndarray]
 DataState = dict[str, bytes]
 # seqio's metric function: fn(targets, predictions) -> {metric name: value}.
 MetricFn = Callable[[Sequence[Any], Sequence[Any]], Mapping[str, Any]]
+# Field of an example with all texts of a target that has several; training uses the first.
+REFERENCES = 'targets_references'
 
 
 class ScoreWithSignature(float):

@@ -31,6 +31,7 @@ from t5x_lite.data.files.records import Records
 from t5x_lite.data.files.records import Subset
 from t5x_lite.data.files.records import Where
 from t5x_lite.data.files.records import find_files
+from t5x_lite.data.interfaces import REFERENCES
 from t5x_lite.data.interfaces import MetricFn
 from t5x_lite.data.text.templates import Template
 from t5x_lite.data.text.templates import parse_template
@@ -47,8 +48,6 @@ _MAX_NAMED = 20
 _NUM_SCANS = 4
 # Number of records that are read together.
 _NUM_READ = 1024
-# End of the name of a field with all texts of a feature whose column has a list of them.
-_REFERENCES = '_references'
 # Remedy of an error about a bad record.
 _SKIP_HINT = 'To leave out such records, set --bad_records=skip.'
 _logger = logging.getLogger(__name__)
@@ -478,7 +477,7 @@ def _rendered(
       rendered[feature] = template.render(record)
     else:
       rendered[feature] = references[0]
-      rendered[f'{feature}{_REFERENCES}'] = references
+      rendered[REFERENCES] = references
   return rendered
 
 
@@ -492,7 +491,7 @@ def _is_validation(rendered: Mapping[str, Any], fraction: float) -> bool:
 def _with_references(text: Any, *, example: Mapping[str, Any], is_target: bool) -> Any:
   """Postprocessor: a target that has several texts is the list of them."""
   if is_target:
-    return example.get(f'targets{_REFERENCES}', text)
+    return example.get(REFERENCES, text)
   return text
 
 

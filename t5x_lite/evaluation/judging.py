@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_lite import data
+from t5x_lite.data.interfaces import REFERENCES
 from t5x_lite.errors import DataError
 from t5x_lite.storage import files
 from t5x_lite.storage import json_lines
@@ -25,7 +26,8 @@ class EvaluationResult:
   Attributes:
     metrics: metrics by name.
     predictions: rows for `write_predictions` of the first examples: index, the texts `inputs` and `targets` if the task
-      keeps them, and the outputs of the model: `prediction` (a list for several decodes), `score`, `aux`.
+      keeps them, `references` if a target has several texts, and the outputs of the model: `prediction` (a list for
+      several decodes), `score`, `aux`.
   """
 
   metrics: Mapping[str, clu.values.Value]
@@ -126,6 +128,8 @@ def prediction_rows(
     for name in ('inputs', 'targets'):
       if f'{name}_pretokenized' in example:
         row[name] = example[f'{name}_pretokenized']
+    if REFERENCES in example:
+      row['references'] = example[REFERENCES]
     if texts is not None:
       row['prediction'] = texts[i]
     if scores is not None:

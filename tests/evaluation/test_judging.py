@@ -2,6 +2,7 @@
 
 import json
 import threading
+import types
 
 import clu.values
 import jax
@@ -183,3 +184,15 @@ def test_values_of_every_kind():
   for value in (Text(), 'x', np.ones(2)):
     with pytest.raises(DataError, match="The metric 't' must be a number, .* got a "):
       judging.as_value('t', value)
+
+
+def test_predictions_show_all_texts_of_a_target_that_has_several():
+  examples = [
+    {'targets_pretokenized': 'x'},
+    {'targets_pretokenized': 'y', 'targets_references': ['y', 'z']},
+  ]
+  rows = judging.prediction_rows(types.SimpleNamespace(examples=examples), {}, ['z', 'z'], None)
+  assert rows == [
+    {'index': 0, 'targets': 'x', 'prediction': 'z'},
+    {'index': 1, 'targets': 'y', 'references': ['y', 'z'], 'prediction': 'z'},
+  ]
