@@ -101,6 +101,7 @@ BENCHMARKS := \
   function_cloze \
   large_vocabulary \
   long_inputs \
+  lora \
   mbr \
   moe \
   object_stores \

@@ -44,7 +44,10 @@ def test_rules(name):
     parameter,
     additional_rules=[('relpos_buckets', 'model'), ('foo', None)] if additional else None,
   )
-  assert [list(rule) for rule in rules] == fake_pods.GOLDEN['rules'][name]
+  # T5X has no adapters.
+  assert ('lora_rank', None) in rules
+  common = [list(rule) for rule in rules if rule[0] != 'lora_rank']
+  assert common == fake_pods.GOLDEN['rules'][name]
 
 
 @pytest.mark.parametrize('name', fake_pods.GOLDEN['logical_to_mesh_examples'])
