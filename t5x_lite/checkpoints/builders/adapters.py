@@ -144,6 +144,6 @@ def _adapter_names(target: base.TargetState, owner: str) -> list[str]:
   if not names:
     raise errors.ConfigError(
       f'`builders.{owner}` must be for a model with an adapter, got a model without one. Add '
-      '--gin_file=adapters/lora.gin, or omit the builder.'
+      '--gin_file=adapters/lora.gin, accept `adapter` in a model class of your own and pass it on, or omit the builder.'
     )
   return names
