@@ -195,8 +195,8 @@ PASSED: dict[str, str] = {
   't5x_lite.evaluation.runner': 'PredictRunner',
   't5x_lite.gin_utils': 'summarize_gin_config',
   't5x_lite.models.base': (
-    'BaseModel.predict_batch BaseTransformerModel.eval_fn BaseTransformerModel.loss_fn '
-    'BaseTransformerModel.score_batch'
+    'BaseModel.predict_batch BaseTransformerModel BaseTransformerModel.eval_fn '
+    'BaseTransformerModel.loss_fn BaseTransformerModel.score_batch'
   ),
   't5x_lite.models.decoder_only': 'DecoderOnlyModel.predict_batch_with_aux',
   't5x_lite.models.encoder_decoder': 'EncoderDecoderModel.predict_batch_with_aux',

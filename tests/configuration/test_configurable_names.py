@@ -24,6 +24,7 @@ _PACKAGES = (
   'moe',
   'optax',
   'seqio',
+  't5x_lite.adapters',
   't5x_lite.trainer.actions',
   't5x_lite.apps.evaluate',
   't5x_lite.apps.export',
