@@ -21,6 +21,7 @@ from t5x_lite.adapters.kernels import Kernel
 from t5x_lite.layers import low_rank
 from t5x_lite.layers.low_rank import LORA_A
 from t5x_lite.layers.low_rank import LORA_B
+from t5x_lite.trainer.step_params import are_rules
 from t5x_lite.trainer.step_params import first_match
 from t5x_lite.types import Array, Params
 
@@ -47,16 +48,9 @@ def _all_of(values: Any, holds: Any) -> bool:
 
 
 def _pairs(number: checks.Expectation) -> checks.Expectation:
-  def is_pair(pair):
-    return (
-      isinstance(pair, (list, tuple))
-      and len(pair) == 2
-      and _is_pattern(pair[0])
-      and number.holds(pair[1])
-    )
-
   return checks.Expectation(
-    f'pairs of a regular expression and {number.text}', lambda pairs: _all_of(pairs, is_pair)
+    f'pairs of a regular expression and {number.text}',
+    lambda pairs: isinstance(pairs, (list, tuple)) and are_rules(pairs, number.holds),
   )
 
 

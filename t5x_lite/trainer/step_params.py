@@ -40,7 +40,8 @@ class ParamNoise(Protocol):
     ...
 
 
-def _are_rules(rules: Any, is_value: Callable[[Any], bool]) -> bool:
+def are_rules(rules: Any, is_value: Callable[[Any], bool]) -> bool:
+  """Return whether an option has pairs of a regular expression and a value for which `is_value` is true."""
   try:
     return all(re.compile(pattern) and is_value(value) for pattern, value in rules)
   except (TypeError, ValueError, re.error):
@@ -81,7 +82,7 @@ class GaussianParamNoise:
       vars(self),
       stddevs=checks.Expectation(
         'pairs of a regular expression and a standard deviation >= 0',
-        lambda rules: len(rules) > 0 and _are_rules(rules, checks.number(at_least=0).holds),
+        lambda rules: len(rules) > 0 and are_rules(rules, checks.number(at_least=0).holds),
         "For noise on all parameters: [('.*', 0.01)].",
       ),
     )
@@ -130,7 +131,7 @@ def check_train_dtype(train_dtype: Any) -> None:
     return dtype is None or is_dtype(dtype)
 
   def is_option(given):
-    if isinstance(given, (list, tuple)) and given and _are_rules(given, is_dtype_or_none):
+    if isinstance(given, (list, tuple)) and given and are_rules(given, is_dtype_or_none):
       return True
     return is_dtype_or_none(given)
 

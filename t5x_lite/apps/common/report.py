@@ -30,6 +30,7 @@ from t5x_lite.storage import files
 from t5x_lite.storage import hub
 from t5x_lite.storage import json_lines
 from t5x_lite.trainer import non_finite
+from t5x_lite.trainer import state_init
 from t5x_lite.trainer import summaries
 from t5x_lite.types import PyTree
 
@@ -114,7 +115,7 @@ def describe_adapter(model: Any, train_state_shape: PyTree) -> str | None:
     model: the model.
     train_state_shape: shapes of the train state, with an optimizer.
   """
-  adapter = getattr(model, 'adapter', None)
+  adapter = state_init.adapter_of(model)
   if adapter is None:
     return None
   params = train_state_shape.params

@@ -968,7 +968,7 @@ def adapter_metadata(model: models.BaseModel, shape: Any) -> dict[str, Any]:
     model: the model.
     shape: train state of arrays or shapes, without stacked layers.
   """
-  adapter = getattr(model, 'adapter', None)
+  adapter = state_init.adapter_of(model)
   if adapter is None:
     return {}
   return {'adapter': adapter.metadata(shape.params, shape.params_axes)}

@@ -124,7 +124,7 @@ def keep(path: pathlib.Path, index: LineIndex) -> None:
 
 
 def load(path: pathlib.Path, size: int) -> LineIndex | None:
-  """Return a kept index, which is mapped into memory; None if there is none for a file of this size.
+  """Return the index that `keep` wrote, mapped into memory, or None without one for a file of this size.
 
   Args:
     path: see `keep`.
