@@ -9,6 +9,7 @@ from typing import Any
 import flax.linen as nn
 from flax.linen import partitioning as nn_partitioning
 import jax
+from jax import ad_checkpoint
 from jax import lax
 import jax.numpy as jnp
 
@@ -111,9 +112,9 @@ class DenseGeneral(nn.Module):
     hidden = _contract(
       adapter.dropout(self, inputs), adapter.a.reshape(*in_shape, -1), axis, self.dtype
     )
-    return outputs + _contract(
-      hidden, adapter.b.reshape(-1, *features), (hidden.ndim - 1,), self.dtype
-    )
+    added = _contract(hidden, adapter.b.reshape(-1, *features), (hidden.ndim - 1,), self.dtype)
+    # The name lets rematerialization store the sum in place of both products.
+    return ad_checkpoint.checkpoint_name(outputs + added, 'adapted')
 
 
 def _contract(inputs: jax.Array, kernel: jax.Array, axis: tuple[int, ...], dtype: Any) -> jax.Array:

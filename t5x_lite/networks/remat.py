@@ -35,10 +35,11 @@ RESULT_NAMES = (
   'expert_output',
 )
 # Names that each policy stores, in addition to `_stores_primitive`. Products of experts are not known by their
-# primitives: they have batch dims, or are within kernels with custom derivatives.
+# primitives: they have batch dims, or are within kernels with custom derivatives. 'adapted' is the sum of the products
+# with a kernel and with its adapter, of which both would be stored otherwise.
 _STORED_NAMES = {
-  'none': ('blockwise_context', 'expert_hidden', 'expert_output'),
-  'minimal': ('expert_hidden', 'expert_output'),
+  'none': ('blockwise_context', 'expert_hidden', 'expert_output', 'adapted'),
+  'minimal': ('expert_hidden', 'expert_output', 'adapted'),
   'save_attention': ('attention_weights', 'attention_context'),
   'save_dots_except_mlp': ('query', 'key', 'value', 'attention_output'),
   'full': (),

@@ -254,6 +254,34 @@ def test_numbers_of_parameters_that_others_publish(rank, targets, expected, fiel
   assert sum(trained) == expected
 
 
+@pytest.mark.parametrize('policy', ['none', 'minimal'])
+def test_a_step_with_adapters_stores_no_more_than_one_that_trains_the_kernels(policy):
+  def temporaries(adapter):
+    model = cases.make_model(
+      adapter,
+      num_encoder_layers=6,
+      num_decoder_layers=6,
+      scan_layers=True,
+      param_layout='scalable_t5',
+      remat_policy=policy,
+    )
+    params = jax.eval_shape(lambda: cases.initial_variables(model)['params'])
+    flat = tree_utils.flatten_dict(params)
+    trained = {path for path in flat if adapter is None or adapter.is_trained(path)}
+
+    def loss(trained, frozen):
+      return model.loss_fn(tree_utils.unflatten_dict(trained | frozen), batch, None)[0]
+
+    step = jax.jit(jax.grad(loss)).lower(
+      {path: flat[path] for path in trained}, {path: flat[path] for path in flat.keys() - trained}
+    )
+    return step.compile().memory_analysis().temp_size_in_bytes
+
+  # Residuals are larger than the gradients of these kernels. Those of the rank, 1 next to 16, are stored in addition.
+  batch = {name: np.repeat(x, 64, axis=0) for name, x in cases.BATCH.items()}
+  assert temporaries(adapters.Lora(rank=1, targets='all')) < 1.1 * temporaries(None)
+
+
 # ---- Training --------------------------------------------------------------------------------------------------------
 
 

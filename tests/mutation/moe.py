@@ -198,7 +198,7 @@ MUTANTS = (
   Mutant(
     'loops_compute_experts_twice',
     't5x_lite/networks/remat.py',
-    "'none': ('blockwise_context', 'expert_hidden', 'expert_output'),",
+    "'none': ('blockwise_context', 'expert_hidden', 'expert_output', 'adapted'),",
     "'none': ('blockwise_context',),",
     'tests/moe/test_networks.py::test_policies_of_remat_store_results_of_experts',
   ),

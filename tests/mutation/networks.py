@@ -210,6 +210,13 @@ MUTANTS = (
     'tests/networks/test_scan.py::test_a_loop_stores_no_weights_and_no_results_that_are_simple_to_repeat',
   ),
   Mutant(
+    'loops_store_both_products_of_an_adapter',
+    't5x_lite/networks/remat.py',
+    "'expert_output', 'adapted'),\n  'minimal'",
+    "'expert_output'),\n  'minimal'",
+    'tests/adapters/test_lora.py::test_a_step_with_adapters_stores_no_more_than_one_that_trains_the_kernels[none]',
+  ),
+  Mutant(
     'policies_do_not_find_attention_weights',
     't5x_lite/layers/attention_kernels.py',
     "y = checkpoint_name(jnp.exp(*primals), 'attention_weights')",
