@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import math
 import re
 from typing import Any
 
 from t5x_lite import checks
 from t5x_lite import tree_utils
+from t5x_lite.adapters import merging
 from t5x_lite.errors import ConfigError, T5xLiteError
 from t5x_lite.layers import low_rank
 
@@ -32,15 +34,13 @@ class Kernel:
     path: '/'-joined path of the parameter.
     shape: shape of the array.
     axes: logical axis name of each dim.
-    inputs: numbers of the dims of the input.
-    outputs: numbers of the dims of the output; all other dims number kernels.
+    dims: role of each dim, a letter each, see `merging`.
   """
 
   path: str
   shape: tuple[int, ...]
   axes: tuple[str | None, ...]
-  inputs: tuple[int, ...]
-  outputs: tuple[int, ...]
+  dims: str
 
   @classmethod
   def of(cls, path: str, shape: Sequence[int], axes: Sequence[str | None]) -> 'Kernel':
@@ -49,76 +49,32 @@ class Kernel:
     Raises:
       ConfigError: the dims of input and output are unknown.
     """
-    dims = tuple(dim for dim, name in enumerate(axes) if name not in KERNELS_AXES)
-    num_inputs = None
-    if len(dims) == 2 or (len(dims) == 3 and axes[dims[0]] == 'embed'):
-      num_inputs = 1
-    elif len(dims) == 3 and axes[dims[-1]] == 'embed':
-      num_inputs = 2
-    if num_inputs is None or len(axes) != len(shape):
+    sides = [name for name in axes if name not in KERNELS_AXES]
+    roles = ''
+    if len(sides) == 2:
+      roles = 'io'
+    elif len(sides) == 3 and sides[0] == 'embed':
+      roles = 'ioo'
+    elif len(sides) == 3 and sides[-1] == 'embed':
+      roles = 'iio'
+    if not roles or len(axes) != len(shape):
       raise ConfigError(
         f'`Lora.targets` selects {path}, of which the dims of input and output are not known: its shape is '
         f'{tuple(shape)}, its logical axes are {tuple(axes)}. A kernel has two dims, or three of which the first or '
         "last is 'embed', and dims of experts and layers. Narrow the targets."
       )
-    return cls(
-      path=path,
-      shape=tuple(shape),
-      axes=tuple(axes),
-      inputs=dims[:num_inputs],
-      outputs=dims[num_inputs:],
-    )
+    remaining = iter(roles)
+    dims = ['s' if name in KERNELS_AXES else next(remaining) for name in axes]
+    return cls(path=path, shape=tuple(shape), axes=tuple(axes), dims=''.join(dims))
 
   @property
   def name(self) -> str:
     """Name of the projection, such as 'query'."""
     return self.path.split('/')[-2]
 
-  @property
-  def parent(self) -> str:
-    """Path of the module."""
-    return self.path.rpartition('/')[0]
-
-  def size(self, dims: Sequence[int]) -> int:
-    """Return the product of the sizes of some dims."""
-    size = 1
-    for dim in dims:
-      size *= self.shape[dim]
-    return size
-
-  @property
-  def num_kernels(self) -> int:
-    """Number of kernels in the array: of experts and stacked layers."""
-    sides = (*self.inputs, *self.outputs)
-    return self.size([dim for dim in range(len(self.shape)) if dim not in sides])
-
-  @property
-  def dims(self) -> str:
-    """The roles of the dims, a letter each, as `merging` has them."""
-    letters = ['s'] * len(self.shape)
-    for dim in self.inputs:
-      letters[dim] = 'i'
-    for dim in self.outputs:
-      letters[dim] = 'o'
-    return ''.join(letters)
-
-  def of_a(self, of_dims: Sequence[Any], of_rank: Any) -> tuple[Any, ...]:
-    """Return the values of the dims of A: those of the kernel's dims, with the rank in place of the output's."""
-    return _with_rank(of_dims, self.outputs, of_rank)
-
-  def of_b(self, of_dims: Sequence[Any], of_rank: Any) -> tuple[Any, ...]:
-    """Return the values of the dims of B: those of the kernel's dims, with the rank in place of the input's."""
-    return _with_rank(of_dims, self.inputs, of_rank)
-
-
-def _with_rank(of_dims: Sequence[Any], replaced: Sequence[int], of_rank: Any) -> tuple[Any, ...]:
-  values = []
-  for dim, value in enumerate(of_dims):
-    if dim == replaced[0]:
-      values.append(of_rank)
-    elif dim not in replaced:
-      values.append(value)
-  return tuple(values)
+  def size(self, role: str) -> int:
+    """Return the product of the sizes of the dims with a role; of 's', the number of experts and stacked layers."""
+    return math.prod(size for size, dim in zip(self.shape, self.dims, strict=True) if dim == role)
 
 
 def with_adapter(params: Mapping[str, Any], params_axes: Mapping[str, Any]) -> list[Kernel]:
@@ -130,12 +86,10 @@ def with_adapter(params: Mapping[str, Any], params_axes: Mapping[str, Any]) -> l
   """
   flat = tree_utils.flatten_dict(tree_utils.to_dict(params))
   metadata = tree_utils.flatten_dict(tree_utils.to_dict(params_axes))
-  ending = f'/{low_rank.LORA_A}'
   found = []
-  for name in flat:
-    if name.endswith(ending):
-      path = f'{name.removesuffix(ending)}/{KERNEL}'
-      found.append(Kernel.of(path, flat[path].shape, metadata[f'{path}_axes'].names))
+  for path, leaf in flat.items():
+    if _is_kernel(path) and merging.leaves_of(path)[0] in flat:
+      found.append(Kernel.of(path, leaf.shape, metadata[f'{path}_axes'].names))
   return found
 
 
@@ -169,17 +123,16 @@ def select(
   selected = {}
   for target in targets:
     if target in TARGET_SETS:
-      found = [path for path in projections if re.search(TARGET_SETS[target], path)]
+      matches = [path for path in projections if re.search(TARGET_SETS[target], path)]
     else:
-      found = [path for path in shapes if re.search(target, path) and _is_kernel(path)]
-    for path in found:
+      matches = [path for path in shapes if re.search(target, path)]
+    # An expression may also match what is next to a kernel, such as its bias.
+    found = list(filter(_is_kernel, matches))
+    for path in found or matches:
       if path not in projections:
         raise _unsupported(target, path)
       selected[path] = Kernel.of(path, shapes[path], axes[path])
-    if not found:
-      others = [path for path in shapes if re.search(target, path)]
-      if others and target not in TARGET_SETS:
-        raise _unsupported(target, others[0])
+    if not matches:
       raise checks.invalid(
         'Lora',
         'targets',

@@ -10,7 +10,6 @@ import zlib
 from flax.linen import partitioning as nn_partitioning
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from t5x_lite import checks
 from t5x_lite import layer_stacks
@@ -22,35 +21,25 @@ from t5x_lite.layers import low_rank
 from t5x_lite.layers.low_rank import LORA_A
 from t5x_lite.layers.low_rank import LORA_B
 from t5x_lite.trainer.step_params import are_rules
+from t5x_lite.trainer.step_params import check_matches
 from t5x_lite.trainer.step_params import first_match
 from t5x_lite.types import Array, Params
 
 # Expression that finds the paths of adapters' parameters.
 ADAPTER_PATHS = rf'(^|/)({LORA_A}|{LORA_B})$'
 _AXES = '_axes'
-_PATTERNS = checks.Expectation(
-  'regular expressions',
-  lambda patterns: _all_of(patterns, _is_pattern),
-  "For example ('norm/scale$',).",
-)
 
 
-def _is_pattern(value: Any) -> bool:
-  try:
-    re.compile(value)
-  except (TypeError, re.error):
+def _are_patterns(values: Any) -> bool:
+  if not isinstance(values, (list, tuple)):
     return False
-  return True
-
-
-def _all_of(values: Any, holds: Any) -> bool:
-  return isinstance(values, (list, tuple)) and all(map(holds, values))
+  return are_rules([(pattern, None) for pattern in values], lambda value: value is None)
 
 
 def _pairs(number: checks.Expectation) -> checks.Expectation:
   return checks.Expectation(
     f'pairs of a regular expression and {number.text}',
-    lambda pairs: isinstance(pairs, (list, tuple)) and are_rules(pairs, number.holds),
+    lambda pairs: are_rules(pairs, number.holds),
   )
 
 
@@ -102,14 +91,16 @@ class Lora:
       alpha=alpha,
       targets=checks.Expectation(
         f'names of sets ({", ".join(kernels_lib.TARGET_SETS)}) or regular expressions',
-        lambda targets: len(targets) > 0 and _all_of(targets, _is_pattern),
+        lambda targets: len(targets) > 0 and _are_patterns(targets),
       ),
       dropout_rate=checks.number(at_least=0, below=1),
       rank_stabilized=checks.instance(bool, 'True or False'),
       init=checks.one_of(('default', 'gaussian')),
       rank_pattern=_pairs(rank),
       alpha_pattern=_pairs(alpha),
-      also_train=_PATTERNS,
+      also_train=checks.Expectation(
+        'regular expressions', _are_patterns, "For example ('norm/scale$',)."
+      ),
       base_dtype=checks.one_of(('bfloat16', 'float32')).or_none(),
     )
     # Values of gin are lists; tuples make equal configurations equal and hashable.
@@ -163,20 +154,6 @@ class Lora:
       'kernels': kernels,
     }
 
-  def merge(self, params: Params, params_axes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of a model without adapters: merged kernels, NumPy float32, and the other arrays.
-
-    Args:
-      params: nested dicts of arrays, without stacked layers.
-      params_axes: axes metadata of the parameters.
-    """
-    flat = tree_utils.flatten_dict(tree_utils.to_dict(params))
-    for kernel in kernels_lib.with_adapter(params, params_axes):
-      a, b = (np.asarray(flat.pop(path)) for path in merging.leaves_of(kernel.path))
-      scale = self.scale_of(kernel.path)
-      flat[kernel.path] = merging.merge(np.asarray(flat[kernel.path]), a, b, kernel.dims, scale)
-    return tree_utils.unflatten_dict(flat)
-
   # ---- Parameters ----------------------------------------------------------------------------------------------------
 
   def add_to(
@@ -203,14 +180,11 @@ class Lora:
     for kernel in kernels:
       rank = self.rank_of(kernel.path)
       key = jax.random.fold_in(rng, zlib.crc32(kernel.path.encode()))
-      path_a = f'{kernel.parent}/{LORA_A}'
-      path_b = f'{kernel.parent}/{LORA_B}'
+      path_a, path_b = merging.leaves_of(kernel.path)
       params[path_a] = self._new_a(key, kernel, rank)
-      params[path_b] = jnp.zeros(kernel.of_b(kernel.shape, rank), jnp.float32)
-      for path, axes in (
-        (path_a, kernel.of_a(kernel.axes, kernels_lib.RANK_AXIS)),
-        (path_b, kernel.of_b(kernel.axes, kernels_lib.RANK_AXIS)),
-      ):
+      params[path_b] = jnp.zeros(merging.of_b(kernel.dims, kernel.shape, rank), jnp.float32)
+      for path, dims_fn in ((path_a, merging.of_a), (path_b, merging.of_b)):
+        axes = dims_fn(kernel.dims, kernel.axes, kernels_lib.RANK_AXIS)
         metadata[path + _AXES] = nn_partitioning.AxisMetadata(names=axes)
     return {
       **variables,
@@ -239,13 +213,12 @@ class Lora:
         axes[path] = tuple(metadata[path + _AXES].names)
     kernels = kernels_lib.select(self.targets, shapes, axes, sites)
     paths = [kernel.path for kernel in kernels]
-    for option in ('rank_pattern', 'alpha_pattern'):
-      for pattern, _ in getattr(self, option):
-        _check_match(option, pattern, paths, 'the path of a target')
-    for pattern in self.also_train:
-      _check_match('also_train', pattern, list(params), 'the path of a parameter')
+    check_matches('Lora', 'rank_pattern', self.rank_pattern, paths)
+    check_matches('Lora', 'alpha_pattern', self.alpha_pattern, paths)
+    also_trained = [(pattern, True) for pattern in self.also_train]
+    check_matches('Lora', 'also_train', also_trained, list(params))
     for kernel in kernels:
-      sides = (kernel.size(kernel.inputs), kernel.size(kernel.outputs))
+      sides = (kernel.size('i'), kernel.size('o'))
       rank = self.rank_of(kernel.path)
       if rank > min(sides):
         raise checks.invalid(
@@ -258,10 +231,10 @@ class Lora:
     return kernels
 
   def _new_a(self, key: Array, kernel: Kernel, rank: int) -> Array:
-    shape = kernel.of_a(kernel.shape, rank)
+    shape = merging.of_a(kernel.dims, kernel.shape, rank)
     if self.init == 'gaussian':
       return jax.random.normal(key, shape, jnp.float32) / rank
-    bound = 1 / math.sqrt(kernel.size(kernel.inputs))
+    bound = 1 / math.sqrt(kernel.size('i'))
     return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
 
   def prepare(self, params: Params, *, has_dropout: bool) -> Params:
@@ -286,14 +259,3 @@ class Lora:
       if has_dropout and self.dropout_rate > 0:
         flat[f'{parent}/{low_rank.LORA_DROPOUT}'] = jnp.full(shape, self.dropout_rate, jnp.float32)
     return tree_utils.unflatten_dict(flat)
-
-
-def _check_match(option: str, pattern: str, paths: Sequence[str], what: str) -> None:
-  if not any(re.search(pattern, path) for path in paths):
-    raise checks.invalid(
-      'Lora',
-      option,
-      f'expressions that each match {what}',
-      pattern,
-      f'Paths are {paths[0]} and {len(paths) - 1} others: correct or remove the expression.',
-    )

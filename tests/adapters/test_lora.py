@@ -147,7 +147,7 @@ def test_a_new_adapter_changes_no_value_and_no_logit(layout):
         targets=('attention', r'decoder/.*/mlp/wi_0/kernel$'),
         rank_stabilized=True,
         rank_pattern=[('query', 9)],
-        alpha_pattern=[('query', 3.0), ('value', 5), ('.', 16), ('out', 7)],
+        alpha_pattern=[('query', 3.0), ('value', 5), ('.', 16)],
       ),
       {'query': 1.0, 'value': 2.5, '': 8.0},
     ),
@@ -432,6 +432,7 @@ def test_invalid_options_raise(options, message):
     (dict(targets='norm/scale'), 'which is not a kernel'),
     (dict(rank_pattern=[('mlp', 2)]), "`Lora.rank_pattern` must be .*, got 'mlp'"),
     (dict(alpha_pattern=[('mlp', 2)]), "`Lora.alpha_pattern` must be .*, got 'mlp'"),
+    (dict(alpha_pattern=[('.', 2), ('query', 3)]), "must be .* the first match .*, got 'query'"),
     (dict(also_train=['no_such']), "`Lora.also_train` must be .*, got 'no_such'"),
   ],
 )

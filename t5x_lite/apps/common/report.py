@@ -123,13 +123,14 @@ def describe_adapter(model: Any, train_state_shape: PyTree) -> str | None:
   ranks = sorted({adapter.rank_of(kernel.path) for kernel in kernels})
   alphas = sorted({adapter.alpha_of(kernel.path) for kernel in kernels})
   names = ', '.join(dict.fromkeys(kernel.name for kernel in kernels))
+  num_kernels = sum(kernel.size('s') for kernel in kernels)
   num_params = tree_utils.num_elements(params)
   num_trained = sum(
     leaf.size for path, leaf in tree_utils.named_leaves(params) if adapter.is_trained(path)
   )
   num_bytes = tree_utils.num_bytes(train_state_shape.param_states)
   return (
-    f'Adapter  rank {_numbers(ranks)}, alpha {_numbers(alphas)}: {sum(kernel.num_kernels for kernel in kernels):,} '
+    f'Adapter  rank {_numbers(ranks)}, alpha {_numbers(alphas)}: {num_kernels:,} '
     f'kernels ({names}); trained {num_trained:,} of {num_params:,} parameters '
     f'({100 * num_trained / num_params:.2g} %), optimizer state {format_bytes(num_bytes)}'
   )

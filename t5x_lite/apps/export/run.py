@@ -35,6 +35,7 @@ from t5x_lite import checks
 from t5x_lite import layers
 from t5x_lite import models
 from t5x_lite import partitioning
+from t5x_lite.adapters import merging
 from t5x_lite.apps.common import output_folder
 from t5x_lite.apps.common import restore as restore_lib
 from t5x_lite.apps.export import functions as export_functions
@@ -203,9 +204,8 @@ def save(
   params = state.params
   if adapter is not None:
     model = model.with_adapter(None)
-    params = adapter.merge(params, state.params_axes)
     dtype = jnp.dtype((restore_checkpoint_cfg and restore_checkpoint_cfg.dtype) or 'float32')
-    params = jax.tree.map(lambda leaf: np.asarray(leaf).astype(dtype), params)
+    params = merging.merged_params(adapter.metadata(params, state.params_axes), params, dtype)
   variables = {
     name: np.asarray(value)
     for name, value in export_functions.flat_variables(params, state.flax_mutables).items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 import functools
 from typing import Any
 
@@ -32,7 +31,9 @@ class MergedSource(base.WrappedSource):
         rounded once.
     """
     super().__init__(source)
-    self._adapter = source.metadata['adapter']
+    adapter = source.metadata['adapter']
+    kernels = {f'{_PARAMS}{path}': own for path, own in adapter['kernels'].items()}
+    self._adapter = {**adapter, 'kernels': kernels}
     self._dtype = dtype
 
   @property
@@ -48,15 +49,12 @@ class MergedSource(base.WrappedSource):
   def _shapes(self) -> base.Shapes:
     shapes = {}
     for name, leaf in self.source.shapes().items():
-      dtype = leaf.dtype
-      if self._adapted(name) and self._dtype is not None:
-        dtype = np.dtype(self._dtype)
       if not merging.is_leaf(name) and not name.startswith(_STATES):
-        shapes[name] = jax.ShapeDtypeStruct(leaf.shape, dtype)
+        shapes[name] = leaf
+    if self._dtype is not None:
+      for name in self._adapter['kernels']:
+        shapes[name] = jax.ShapeDtypeStruct(shapes[name].shape, np.dtype(self._dtype))
     return shapes
-
-  def _adapted(self, name: str) -> Mapping[str, Any] | None:
-    return self._adapter['kernels'].get(name.removeprefix(_PARAMS))
 
   def shapes(self) -> base.Shapes:
     """See `StateSource`."""
@@ -64,23 +62,18 @@ class MergedSource(base.WrappedSource):
 
   def read(self, wanted: base.Wanted) -> dict[str, jax.Array | np.ndarray]:
     """See `StateSource`; with several processes each reads entire arrays."""
-    inputs = []
+    kernels = self._adapter['kernels']
+    inputs = list(wanted)
     for name in wanted:
-      inputs.append(name)
-      if self._adapted(name):
+      if name in kernels:
         inputs += merging.leaves_of(name)
     stored = self.source.shapes()
     values = self.source.read({name: (stored[name].dtype, None) for name in inputs})
     result = {}
     for name, (dtype, sharding) in wanted.items():
-      value = np.asarray(values.pop(name))
-      adapted = self._adapted(name)
-      if adapted:
-        a, b = (np.asarray(values.pop(each)) for each in merging.leaves_of(name))
-        scale = merging.scale_of(
-          adapted['rank'], adapted['alpha'], self._adapter['rank_stabilized']
-        )
-        value = merging.merge(value, a, b, adapted['dims'], scale).astype(self._shapes[name].dtype)
+      value = np.asarray(values[name])
+      if name in kernels:
+        value = merging.merged_kernel(self._adapter, name, values, self._shapes[name].dtype)
       spec = jax.ShapeDtypeStruct(value.shape, dtype)
       result |= state_io.place({name: value}, {name: spec}, {name: sharding})
     return result

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from t5x_lite.checkpoints import sources
+from t5x_lite.errors import ConfigError
 from tests.apps.convert import convert_cases as given
 
 _ADAPTER = {
@@ -76,3 +77,14 @@ def test_the_note_says_that_training_saw_a_rounded_base():
   )
   source._metadata['adapter'] = _ADAPTER | {'base_dtype': 'bfloat16'}
   assert 'rounded to bfloat16' in sources.MergedSource(source).note
+
+
+def test_a_sum_beyond_the_dtype_of_its_kernel_raises():
+  source = _source(np.float16)
+  source.state[f'{_Q}/lora_b'] *= 1e6
+  with pytest.raises(
+    ConfigError,
+    match=f'{_Q}/kernel with its adapter must have values up to 65504, the maximum of float16, got .*dtype=bfloat16',
+  ):
+    sources.MergedSource(source).read_array(f'{_Q}/kernel')
+  assert np.isfinite(sources.MergedSource(source, 'float32').read_array(f'{_Q}/kernel')).all()
