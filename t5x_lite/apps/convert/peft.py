@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+import contextlib
 import dataclasses
-import itertools
 import pathlib
 import sys
 from typing import Any
@@ -77,30 +77,30 @@ class PeftTarget(targets.Target):
       architecture=source_network.architecture_of(source, job.plan),
       notes=notes,
     )
-    num_tensors = sum(len(rule.theirs) for rule in _contents(job)[1])
-    return dataclasses.replace(job, num_arrays=num_tensors)
+    num_kernels = sum(len(kernel.theirs) for kernel, _ in _adapted(job))
+    return dataclasses.replace(job, num_arrays=2 * num_kernels)
 
   def write(self, folder: files.Path, job: targets.Job, make: targets.MakeFn) -> None:
     """See `Target.write`."""
-    config, rules = _contents(job)
-
-    def write(path: pathlib.Path) -> None:
-      tensors = [tensor for rule in rules for tensor in rule.theirs]
-      file = adapter_config.WEIGHTS_FILE
-      with tensor_files.SafetensorsWriter(path, tensors, sys.maxsize, file) as writer:
-        for rule in rules:
-          for name, tensor in rule.to_theirs(make(f'{PARAMS}{rule.ours}')):
-            writer.write(name, tensor)
-      tensor_files.write_json(path / adapter_config.CONFIG_FILE, config)
-
+    config = _config(job)
+    rules = []
+    for kernel, own in _adapted(job):
+      rules += names.adapter_rules(kernel, own['rank'])
+    tensors = [tensor for rule in rules for tensor in rule.theirs]
     if files.is_remote(folder):
       from t5x_lite.storage import uploads
 
-      with uploads.uploaded_folder(folder, last=adapter_config.CONFIG_FILE) as local:
-        write(local)
+      writing = uploads.uploaded_folder(folder, last=adapter_config.CONFIG_FILE)
     else:
-      folder.mkdir(parents=True)
-      write(pathlib.Path(folder))
+      writing = contextlib.nullcontext(pathlib.Path(folder))
+    with writing as local:
+      local.mkdir(exist_ok=True)
+      file = adapter_config.WEIGHTS_FILE
+      with tensor_files.SafetensorsWriter(local, tensors, sys.maxsize, file) as writer:
+        for rule in rules:
+          for name, tensor in rule.to_theirs(make(f'{PARAMS}{rule.ours}')):
+            writer.write(name, tensor)
+      tensor_files.write_json(local / adapter_config.CONFIG_FILE, config)
 
   @classmethod
   def usage(cls, done: targets.Conversion) -> list[str]:
@@ -112,32 +112,38 @@ class PeftTarget(targets.Target):
     ]
 
 
-def _contents(job: targets.Job) -> tuple[dict[str, Any], list[names.TensorRule]]:
-  """Return (contents of adapter_config.json, rules of the arrays) of a job with an architecture."""
+def _adapted(job: targets.Job) -> list[tuple[names.TensorRule, Mapping[str, Any]]]:
+  """Return (rule of the kernel, its rank and alpha) for each kernel with an adapter."""
   assert job.architecture is not None  # `prepare` has set it
-  metadata = job.source.metadata['adapter']
-  modules = {}
-  adapters = {}
-  rules = []
+  kernels = job.source.metadata['adapter']['kernels']
+  found = []
   for kernel in names.tensor_table(job.architecture):
-    if kernel.transform == names.COPY:
-      continue
-    modules[kernel.ours] = [names.module_of(tensor) for tensor in kernel.theirs]
     planned = job.plan.params().get(merging.leaves_of(kernel.ours)[0])
     if planned is not None:
-      stored = planned.inputs[0].removeprefix(PARAMS).removesuffix('lora_a')
-      adapted = metadata['kernels'][f'{stored}kernel']
-      own = (adapted['rank'], adapted['alpha'])
-      adapters |= dict.fromkeys(modules[kernel.ours], own)
-      rules += names.adapter_rules(kernel, adapted['rank'])
+      # The layout of the source has other paths.
+      module = planned.inputs[0].removeprefix(PARAMS).removesuffix('lora_a')
+      found.append((kernel, kernels[f'{module}kernel']))
+  return found
+
+
+def _config(job: targets.Job) -> dict[str, Any]:
+  """Return the contents of adapter_config.json."""
+  assert job.architecture is not None  # `prepare` has set it
+  metadata = job.source.metadata['adapter']
+  adapters = {}
+  for kernel, own in _adapted(job):
+    adapters |= dict.fromkeys(kernel.modules, (own['rank'], own['alpha']))
+  linear_modules = []
+  for rule in names.tensor_table(job.architecture):
+    if rule.transform != names.COPY:
+      linear_modules += rule.modules
   options = {
     'base_model_name_or_path': _base_model(job.source),
     'lora_dropout': metadata['dropout_rate'],
   }
   if metadata['rank_stabilized']:
     options['use_rslora'] = True
-  linear_modules = itertools.chain.from_iterable(modules.values())
-  return adapter_config.make(adapters, linear_modules, **options), rules
+  return adapter_config.make(adapters, linear_modules, **options)
 
 
 def _base_model(source: sources.StateSource) -> str | None:

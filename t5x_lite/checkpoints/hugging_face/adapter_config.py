@@ -11,6 +11,7 @@ from typing import Any
 from t5x_lite import checks
 from t5x_lite.checkpoints.hugging_face import config_json
 from t5x_lite.errors import CheckpointError
+from t5x_lite.formatting import printable
 from t5x_lite.storage import files
 
 CONFIG_FILE = 'adapter_config.json'
@@ -26,11 +27,28 @@ _CONVERT = (
 )
 
 
+# Parts of a regular expression: escapes, classes and plain groups, which search does not try in several ways; repeated
+# groups and what may hide one; other repetitions; alternatives.
+_PARTS = re.compile(
+  r'\\.|\[\^?\]?(?:\\.|[^]\\])*\]|\(\?[:=!]|(?P<group>\)[*+?{]|\(\?)|(?P<repeat>[*+?{][?+]?)|(?P<choice>\|)',
+  re.DOTALL,
+)
+# Names have about 2^5 places where a repetition may end. 2^20 ways take at most 0.05 s for a name.
+_LOG_WAYS = {'group': 99, 'repeat': 5, 'choice': 1}
+_MAX_WAYS = 2**20
+
+
 def _is_pattern(value: Any) -> bool:
   try:
     return isinstance(value, str) and bool(re.compile(_END.format(value)))
   except re.error:
     return False
+
+
+def _num_ways(pattern: str) -> int:
+  """Return the order of the number of ways in which a search tries to match a name."""
+  log_ways = sum(_LOG_WAYS.get(part.lastgroup, 0) for part in _PARTS.finditer(pattern))
+  return 2 ** min(log_ways, 99)
 
 
 _POSITIVE = checks.number(above=0)
@@ -100,6 +118,15 @@ def read(folder: files.Path) -> dict[str, Any]:
     is_unset = value is None or value is False or value in ('', [], {})
     if not is_unset and _UNUSED.get(key) != value:
       raise checks.invalid(owner, key, 'null, false or empty', value, _MERGE, CheckpointError)
+  expressions = [*config['rank_pattern'], *config['alpha_pattern']]
+  if isinstance(config['target_modules'], str):
+    expressions.append(config['target_modules'])
+  if sum(map(_num_ways, expressions)) > _MAX_WAYS:
+    slow = max(expressions, key=_num_ways)
+    raise CheckpointError(
+      f'{owner} must have regular expressions with at most four repetitions, none of a group, and few alternatives, '
+      f'got {printable(slow)[:200]}. Others may take years: list the modules instead.'
+    )
   return config
 
 
@@ -128,11 +155,13 @@ def make(
   }
   if {module for module in linear_modules if is_target(config, module)} != set(adapters):
     config['target_modules'] = sorted(adapters)
-  used = {
-    'alpha_pattern': {module: own for module, (_, own) in adapters.items() if own != alpha},
-    'rank_pattern': {module: own for module, (own, _) in adapters.items() if own != rank},
-  }
-  return dict(sorted((config | {key: value for key, value in used.items() if value}).items()))
+  ranks = {module: own for module, (own, _) in adapters.items() if own != rank}
+  alphas = {module: own for module, (_, own) in adapters.items() if own != alpha}
+  if ranks:
+    config['rank_pattern'] = ranks
+  if alphas:
+    config['alpha_pattern'] = alphas
+  return dict(sorted(config.items()))
 
 
 def is_target(config: Mapping[str, Any], module: str) -> bool:
@@ -143,18 +172,13 @@ def is_target(config: Mapping[str, Any], module: str) -> bool:
   return any(f'.{module}'.endswith(f'.{each}') for each in targets)
 
 
-def rank_of(config: Mapping[str, Any], module: str) -> int:
-  """Return the rank of a module's adapter."""
-  return _first_match(config['rank_pattern'], module, config['r'])
+def rank_and_alpha(config: Mapping[str, Any], module: str) -> tuple[int, float]:
+  """Return the rank and the alpha of a module's adapter."""
 
+  def value_of(patterns: str, default: str) -> Any:
+    for pattern, value in config[patterns].items():
+      if re.fullmatch(_END.format(pattern), module):
+        return value
+    return config[default]
 
-def alpha_of(config: Mapping[str, Any], module: str) -> float:
-  """Return the alpha of a module's adapter."""
-  return _first_match(config['alpha_pattern'], module, config['lora_alpha'])
-
-
-def _first_match(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-  for pattern, value in patterns.items():
-    if re.fullmatch(_END.format(pattern), module):
-      return value
-  return default
+  return value_of('rank_pattern', 'r'), value_of('alpha_pattern', 'lora_alpha')

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from t5x_lite.adapters import merging
 from t5x_lite.checkpoints.hugging_face.architecture import Architecture
 from t5x_lite.errors import CheckpointError
 from t5x_lite.formatting import printable
@@ -50,6 +51,11 @@ class TensorRule:
     if self.transform == COPY:
       return one
     return one[::-1]
+
+  @property
+  def modules(self) -> tuple[str, ...]:
+    """Modules of transformers whose weights the tensors are."""
+    return tuple(name.removesuffix('.weight') for name in self.theirs)
 
   def to_ours(self, read: Callable[[str], np.ndarray]) -> np.ndarray:
     """Return our array.
@@ -184,11 +190,6 @@ def _sparse_rules(arch: Architecture, ours: str, theirs: str) -> Iterator[Tensor
     yield TensorRule(f'{ours}/expert/{name}/kernel', each, (arch.num_experts, *shape), STACK)
 
 
-def module_of(tensor: str) -> str:
-  """Return the module of transformers whose weight a tensor is."""
-  return tensor.removesuffix('.weight')
-
-
 def adapter_rules(kernel: TensorRule, rank: int) -> list[TensorRule]:
   """Return the rules of A and B of a kernel's adapter: PEFT has A [rank, input] and B [output, rank] for a module.
 
@@ -197,12 +198,10 @@ def adapter_rules(kernel: TensorRule, rank: int) -> list[TensorRule]:
     rank: rank of the adapter.
   """
   *experts, size_in, size_out = kernel.shape
+  shapes = {'A': (*experts, size_in, rank), 'B': (*experts, rank, size_out)}
   rules = []
-  for letter, shape in (('A', (*experts, size_in, rank)), ('B', (*experts, rank, size_out))):
-    ours = f'{kernel.ours.removesuffix("kernel")}lora_{letter.lower()}'
-    theirs = tuple(
-      f'base_model.model.{module_of(tensor)}.lora_{letter}.weight' for tensor in kernel.theirs
-    )
+  for ours, (letter, shape) in zip(merging.leaves_of(kernel.ours), shapes.items(), strict=True):
+    theirs = tuple(f'base_model.model.{module}.lora_{letter}.weight' for module in kernel.modules)
     rules.append(TensorRule(ours, theirs, shape, kernel.transform))
   return rules
 

@@ -71,27 +71,22 @@ class PeftSource(base.StateSource):
 
   def _add(self, kernel: names.TensorRule) -> set[str]:
     """Add the adapter of a kernel if it has one, and return the names of its tensors."""
-    modules = [names.module_of(tensor) for tensor in kernel.theirs]
-    options = {
-      (adapter_config.rank_of(self._config, each), adapter_config.alpha_of(self._config, each))
-      for each in modules
-    }
+    options = {adapter_config.rank_and_alpha(self._config, each) for each in kernel.modules}
     rank, alpha = min(options)
     rules = names.adapter_rules(kernel, rank)
-    tensors = {tensor for rule in rules for tensor in rule.theirs}
+    shapes = {tensor: rule.their_shape for rule in rules for tensor in rule.theirs}
     entries = self._tensors.entries
-    is_target = adapter_config.is_target(self._config, modules[0])
-    if not is_target or tensors.isdisjoint(entries):
+    is_target = adapter_config.is_target(self._config, kernel.modules[0])
+    if not is_target or shapes.keys().isdisjoint(entries):
       return set()
-    for rule in rules:
-      for tensor in rule.theirs:
-        entry = entries.get(tensor)
-        if entry is None or entry.shape != rule.their_shape or entry.dtype.kind not in 'fV':
-          found = 'none' if entry is None else f'{entry.dtype.name} {entry.shape}'
-          raise errors.CheckpointError(
-            f'{self.path!r} must be an adapter of {self._model_path!r}: next to {names.describe(kernel)} it must have '
-            f'floats {tensor} {rule.their_shape}, got {found}. Name the model with which the adapter was trained.'
-          )
+    for tensor, shape in shapes.items():
+      entry = entries.get(tensor)
+      if entry is None or entry.shape != shape or entry.dtype.kind not in 'fV':
+        found = 'none' if entry is None else f'{entry.dtype.name} {entry.shape}'
+        raise errors.CheckpointError(
+          f'{self.path!r} must be an adapter of {self._model_path!r}: next to {names.describe(kernel)} it must have '
+          f'floats {tensor} {shape}, got {found}. Name the model with which the adapter was trained.'
+        )
     if len(options) > 1:
       raise errors.CheckpointError(
         f'{self.path!r} must have one rank and alpha for all experts of {kernel.ours}, got (rank, alpha) '
@@ -100,7 +95,7 @@ class PeftSource(base.StateSource):
     dims = 'sio' if kernel.transform == names.STACK else 'io'
     self._kernels[kernel.ours] = {'rank': rank, 'alpha': alpha, 'dims': dims}
     self._rules |= {f'{_PREFIX}{rule.ours}': rule for rule in rules}
-    return tensors
+    return set(shapes)
 
   def _unsupported(self, tensor: str) -> errors.CheckpointError:
     reason = 'which is not next to a kernel of the model in `target_modules`'
