@@ -310,6 +310,19 @@ def test_soft_routers_are_new_and_cannot_be_sliced():
     upcycling.upcycle(2)(stored, wanted(expert_dim=12))
 
 
+def test_a_model_with_an_adapter_raises():
+  stored = up.state_of(up.dense_network()).state_dict()
+  wanted = up.state_shapes(up.sparse_network()).state_dict()
+  wanted['target']['decoder']['layers_0']['self_attention']['query']['lora_a'] = (
+    jax.ShapeDtypeStruct((16, 2), jnp.float32)
+  )
+  with pytest.raises(
+    ConfigError,
+    match=r'\(decoder/.*/query/lora_a\)\. Upcycle without adapters/lora\.gin first',
+  ):
+    upcycling.upcycle()(stored, wanted)
+
+
 def test_sparse_checkpoints_and_dense_networks_raise():
   dense, sparse = (
     up.state_of(up.dense_network()).state_dict(),
