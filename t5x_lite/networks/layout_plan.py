@@ -139,6 +139,16 @@ def tables_are_equal(table: np.ndarray) -> bool:
   return all(np.array_equal(table[:, 0], table[:, i]) for i in range(1, num_layers))
 
 
+def tables_differ(shapes: Mapping[str, Any], read: ReadFn) -> bool:
+  """Return whether the layers of a stack have different tables of relative position biases; reads the tables.
+
+  Args:
+    shapes: parameters by name, in either layout.
+    read: returns a stored array by name.
+  """
+  return not all(tables_are_equal(read(name)) for name in layer_tables(shapes))
+
+
 def _is_layered(stack: str, rest: str) -> bool:
   return rest.startswith(f'{stack}/') or _LAYER.match(rest) is not None
 

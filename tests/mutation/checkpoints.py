@@ -60,6 +60,35 @@ MUTANTS = (
     'tests/checkpoints/sources/test_peft.py::test_each_unsupported_key_is_named',
   ),
   Mutant(
+    'expressions_of_an_adapter_may_take_years',
+    't5x_lite/checkpoints/hugging_face/adapter_config.py',
+    'if sum(map(_num_ways, expressions)) > _MAX_WAYS:',
+    'if max(map(_num_ways, expressions), default=0) > _MAX_WAYS:',
+    'tests/checkpoints/hugging_face/test_adapter_config.py'
+    '::test_many_slow_expressions_are_rejected_and_many_names_are_not',
+  ),
+  Mutant(
+    'a_merged_kernel_may_overflow',
+    't5x_lite/adapters/merging.py',
+    'if is_lost.any():',
+    'if False:',
+    'tests/checkpoints/sources/test_merged.py::test_a_sum_beyond_the_dtype_of_its_kernel_raises',
+  ),
+  Mutant(
+    'a_base_of_another_layout_has_one_table_of_positions',
+    't5x_lite/checkpoints/sources/adapter.py',
+    'relpos_per_layer=self._has_tables_per_layer,',
+    'relpos_per_layer=False,',
+    'tests/apps/convert/test_peft.py::test_a_base_in_the_other_layout[umt5]',
+  ),
+  Mutant(
+    'the_description_of_an_adapter_has_the_paths_of_another_layout',
+    't5x_lite/apps/convert/targets.py',
+    'if self.param_layout not in (None, layout):',
+    'if False:',
+    'tests/apps/convert/test_peft.py::test_errors_before_anything_is_written',
+  ),
+  Mutant(
     'a_configuration_names_ends_that_other_modules_have',
     't5x_lite/checkpoints/hugging_face/adapter_config.py',
     "config['target_modules'] = sorted(adapters)",

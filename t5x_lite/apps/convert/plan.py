@@ -180,7 +180,11 @@ def plan_state(
   change = _no_change
   tables = None
   if wanted is not None and wanted != layout:
-    tables = wanted != 't5' or relpos_per_layer or _tables_differ(source, params)
+    tables = (
+      wanted != 't5'
+      or relpos_per_layer
+      or layout_plan.tables_differ(params, lambda name: source.read_array(f'{PARAMS}{name}'))
+    )
     change = functools.partial(
       layout_plan.plan,
       to_layout=wanted,
@@ -300,13 +304,6 @@ def _prefixed(prefix: str, plans: Mapping[str, PlannedArray]) -> dict[str, Plann
       planned, inputs=inputs, make=functools.partial(make, planned)
     )
   return prefixed
-
-
-def _tables_differ(source: sources.StateSource, params: Mapping[str, Any]) -> bool:
-  for name in layout_plan.layer_tables(params):
-    if not layout_plan.tables_are_equal(source.read_array(f'{PARAMS}{name}')):
-      return True
-  return False
 
 
 def _step(source: sources.StateSource, shapes: Mapping[str, Any], step: int | None) -> PlannedArray:

@@ -50,13 +50,29 @@ class AdapterSource(base.StateSource):
     return self._open_base()
 
   @functools.cached_property
-  def _of_base(self) -> dict[str, layout_plan.PlannedArray]:
-    """Name -> plan of each parameter of the base in the layout of the checkpoint; inputs are paths in the base."""
-    stored = {
+  def _stored(self) -> dict[str, Any]:
+    """Shape of each parameter of the base by its path."""
+    return {
       name.removeprefix(_PARAMS): leaf
       for name, leaf in self.base.shapes().items()
       if name.startswith(_PARAMS)
     }
+
+  @functools.cached_property
+  def _has_tables_per_layer(self) -> bool:
+    """True if each layer has a table of relative position biases in the layout 't5'."""
+    tables = (self.own.metadata.get('network') or {}).get('relpos_bias_tables')
+    if tables is not None:
+      return tables == 'per_layer'
+    # An adapter of another program, which does not record it.
+    return layout_plan.tables_differ(
+      self._stored, lambda path: self.base.read_array(f'{_PARAMS}{path}')
+    )
+
+  @functools.cached_property
+  def _of_base(self) -> dict[str, layout_plan.PlannedArray]:
+    """Name -> plan of each parameter of the base in the layout of the checkpoint; inputs are paths in the base."""
+    stored = self._stored
     layout = self.own.metadata.get('param_layout')
     network = self.own.metadata.get('network') or {}
     if layout is None or base.layout_of(self.base.shapes()) is None:
@@ -65,7 +81,7 @@ class AdapterSource(base.StateSource):
       planned = layout_plan.plan(
         stored,
         layout,
-        relpos_per_layer=network.get('relpos_bias_tables') == 'per_layer',
+        relpos_per_layer=self._has_tables_per_layer,
         heads=network.get('num_heads'),
       )
     return {_PARAMS + name: plan for name, plan in planned.items()}
@@ -132,7 +148,12 @@ class AdapterSource(base.StateSource):
     own = {name: value for name, value in self.own.metadata.items() if name != base_identity.ENTRY}
     if self.own.manifest is not None:
       return own
-    of_base = self.base.metadata
+    of_base = dict(self.base.metadata)
+    layout = own.get('param_layout')
+    if of_base.get('param_layout') != layout and 'network' in of_base:
+      tables = 'per_layer' if self._has_tables_per_layer else 'per_stack'
+      changed = {'param_layout': layout, 'relpos_bias_tables': tables}
+      of_base['network'] = {**of_base['network'], **changed}
     return {name: of_base[name] for name in ('network', 'converted') if name in of_base} | own
 
   @property

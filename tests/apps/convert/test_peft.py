@@ -104,6 +104,39 @@ def test_merging_rounds_once(tmp_path):
     assert num_near / done.num_params > (0.6 if dtype == 'float32' else 0.99)
 
 
+def test_a_sum_beyond_float16_raises_and_the_remedy_works(tmp_path):
+  base, values = given.folder(tmp_path / 'base', 't5_1_1', 'float16')
+  adapter, named = _adapter(tmp_path / 'adapter', cases.SMALL, lora_alpha=2e6)
+  options = {'to': 'hugging_face', 'base': base}
+  with pytest.raises(ConfigError, match='/kernel with its adapter .* `convert --dtype=bfloat16`'):
+    convert.convert(adapter, str(tmp_path / 'out'), **options)
+  assert not (tmp_path / 'out').exists()
+  done = convert.convert(adapter, str(tmp_path / 'out'), dtype='bfloat16', **options)
+  want = adapters.merged(cases.SMALL, values, named, lambda _: 1e6, adapters.ALL)
+  stored = given.bits(done.path)
+  for name, value in want.items():
+    dtype, shape, content = stored[f'target/{name}']
+    assert dtype == 'bfloat16'
+    got = np.frombuffer(content, ml_dtypes.bfloat16).reshape(shape)
+    np.testing.assert_allclose(got.astype(np.float64), value, rtol=2**-8, atol=1)
+
+
+@pytest.mark.parametrize('family', [name for name in _FAMILIES if name != 'switch'])
+def test_a_base_in_the_other_layout(tmp_path, family):
+  """The number of tables of position biases is that of the family, which an adapter of PEFT does not record."""
+  base, _ = given.folder(tmp_path / 'base', family)
+  adapter, _ = _adapter(tmp_path / 'adapter', cases.BY_FAMILY[family])
+  stacked = convert.convert(
+    base, str(tmp_path / 'stacked'), to='t5x_lite', param_layout='scalable_t5'
+  )
+  found = [
+    convert.convert(adapter, f'{tmp_path}/{i}', to='hugging_face', base=path)
+    for i, path in enumerate((base, stacked.path))
+  ]
+  assert given.bits(found[0].path) == given.bits(found[1].path)
+  assert found[0].family == found[1].family
+
+
 @pytest.mark.parametrize('family', _FAMILIES)
 @pytest.mark.parametrize('projections', [adapters.QUERY_VALUE, adapters.ALL], ids=['qv', 'all'])
 def test_a_run_becomes_a_folder_of_peft(tmp_path, family, projections):
@@ -227,6 +260,12 @@ def _deeper_adapter(tmp_path):
       {'to': 't5x'},
       '`--to` must be a format with adapters, got .t5x.*--to=t5x_lite --merge',
       id='t5x',
+    ),
+    pytest.param(
+      lambda path: _run(path)[0],
+      {'to': 't5x_lite', 'param_layout': 'scalable_t5'},
+      "`--param_layout` must be absent or 't5' for an adapter that is not merged, .* add --merge",
+      id='layout of an adapter',
     ),
     pytest.param(
       lambda path: _run(path, also_train=['decoder/decoder_norm/scale'])[0],
