@@ -41,8 +41,8 @@ MUTANTS = (
   Mutant(
     'tensors_that_peft_would_not_read_are_read',
     't5x_lite/checkpoints/sources/peft.py',
-    'if not is_target or tensors.isdisjoint(entries):',
-    'if tensors.isdisjoint(entries):',
+    'if not is_target or shapes.keys().isdisjoint(entries):',
+    'if shapes.keys().isdisjoint(entries):',
     'tests/checkpoints/sources/test_peft.py::test_unsupported_tensors_are_named',
   ),
   Mutant(

@@ -47,7 +47,7 @@ def _is_pattern(value: Any) -> bool:
 
 def _num_ways(pattern: str) -> int:
   """Return the order of the number of ways in which a search tries to match a name."""
-  log_ways = sum(_LOG_WAYS.get(part.lastgroup, 0) for part in _PARTS.finditer(pattern))
+  log_ways = sum(_LOG_WAYS.get(part.lastgroup or '', 0) for part in _PARTS.finditer(pattern))
   return 2 ** min(log_ways, 99)
 
 
@@ -111,7 +111,9 @@ def read(folder: files.Path) -> dict[str, Any]:
   """
   found = config_json.read(folder, CONFIG_FILE)
   owner = str(folder / CONFIG_FILE)
-  config = {key: _DEFAULTS.get(key) if found.get(key) is None else found[key] for key in _KNOWN}
+  config: dict[str, Any] = {
+    key: _DEFAULTS.get(key) if found.get(key) is None else found[key] for key in _KNOWN
+  }
   checks.check(owner, config, CheckpointError, **_KNOWN)
   for key in found.keys() - _KNOWN - _WITHOUT_EFFECT:
     value = found[key]
