@@ -84,7 +84,7 @@ MUTANTS = (
   Mutant(
     'the_description_of_an_adapter_has_the_paths_of_another_layout',
     't5x_lite/apps/convert/targets.py',
-    'if self.param_layout not in (None, layout):',
+    "if self.param_layout not in (None, source.metadata.get('param_layout')):",
     'if False:',
     'tests/apps/convert/test_peft.py::test_errors_before_anything_is_written',
   ),

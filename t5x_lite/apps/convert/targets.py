@@ -260,12 +260,11 @@ class OwnTarget(StateTarget):
     """See `Target.with_adapter`."""
     if self.merge:
       return super().with_adapter(source, dtype)
-    layout = source.metadata.get('param_layout')
-    if self.param_layout not in (None, layout):
+    if self.param_layout not in (None, source.metadata.get('param_layout')):
       raise checks.invalid(
         '',
         '--param_layout',
-        f'absent or {layout!r} for an adapter that is not merged',
+        'that of the source for an adapter that is not merged',
         self.param_layout,
         'Remove it, or add --merge.',
       )

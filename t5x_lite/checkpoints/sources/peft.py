@@ -63,6 +63,10 @@ class PeftSource(base.StateSource):
     self._rules: dict[str, names.TensorRule] = {}
     self._kernels: dict[str, dict[str, Any]] = {}
     unknown = set(self._tensors.entries)
+    if not unknown:
+      raise errors.CheckpointError(
+        f'{self.path!r} must have the tensors of an adapter in {adapter_config.WEIGHTS_FILE}, got none. Copy it again.'
+      )
     for kernel in names.tensor_table(Architecture.from_shapes(model)):
       if kernel.ours.endswith('/kernel') and kernel.ours != names.LOGITS_KERNEL:
         unknown -= self._add(kernel)

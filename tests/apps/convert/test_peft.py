@@ -264,7 +264,7 @@ def _deeper_adapter(tmp_path):
     pytest.param(
       lambda path: _run(path)[0],
       {'to': 't5x_lite', 'param_layout': 'scalable_t5'},
-      "`--param_layout` must be absent or 't5' for an adapter that is not merged, .* add --merge",
+      '`--param_layout` must be that of the source for an adapter that is not merged, .* add --merge',
       id='layout of an adapter',
     ),
     pytest.param(

@@ -263,6 +263,11 @@ def test_experts_without_an_adapter_or_with_others_are_rejected(tmp_path):
     _open(path, cases.SWITCH)
 
 
+def test_a_folder_without_tensors_is_rejected(tmp_path):
+  with pytest.raises(CheckpointError, match='must have the tensors of an adapter .* got none'):
+    _open(adapters.make(tmp_path / 'a', {}))
+
+
 def test_weights_of_pytorch_are_rejected(tmp_path):
   path = adapters.make(tmp_path / 'a', adapters.tensors(cases.SMALL))
   (path / 'adapter_model.safetensors').rename(path / 'adapter_model.bin')
