@@ -6,7 +6,7 @@ __getattr__, __dir__, __all__ = lazy_names(
   globals(),
   {
     't5x_lite.adapters.gradients': ('WITHOUT_GRADIENT', 'metrics_of_gradients'),
-    't5x_lite.adapters.kernels': ('TARGET_SETS', 'with_adapter'),
+    't5x_lite.adapters.kernels': ('with_adapter',),
     't5x_lite.adapters.lora': ('Lora',),
   },
 )

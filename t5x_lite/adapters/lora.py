@@ -171,7 +171,7 @@ class Lora:
     """
     params = tree_utils.flatten_dict(variables['params'])
     metadata = tree_utils.flatten_dict(variables.get('params_axes', {}))
-    kernels = self.kernels_of(params, metadata, sites)
+    kernels = self._select(params, metadata, sites)
     base_dtype = self.base_dtype
     if base_dtype is not None:
       for path, leaf in params.items():
@@ -192,19 +192,10 @@ class Lora:
       'params_axes': tree_utils.unflatten_dict(metadata),
     }
 
-  def kernels_of(
+  def _select(
     self, params: Mapping[str, Any], metadata: Mapping[str, Any], sites: frozenset[str]
   ) -> list[Kernel]:
-    """Return the kernels with an adapter, after all checks.
-
-    Args:
-      params: array or shape of each parameter by path.
-      metadata: axes metadata by path, with the suffix of Flax.
-      sites: see `add_to`.
-
-    Raises:
-      ConfigError: see `add_to`.
-    """
+    """Return the kernels with an adapter after all checks, given parameters and their axes metadata by path."""
     shapes = {path: leaf.shape for path, leaf in params.items()}
     axes = {}
     for path in sites:
