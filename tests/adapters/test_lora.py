@@ -419,6 +419,17 @@ def test_a_later_optimizer_file_trains_only_the_adapters():
   assert model.adapter == adapters.Lora()
 
 
+def test_an_optimizer_must_train_all_adapters():
+  """Otherwise some would silently stay as they are."""
+  optimizer_def = optimizers.MultiOptimizer([('^encoder/', optimizers.sgd(0.1))])
+  model = _small_model(adapters.Lora(rank=2), optimizer_def)
+  with pytest.raises(
+    ConfigError,
+    match=r'the optimizer MultiOptimizer.* trains.* freezes decoder/layers_0/.*lora_a.*adamw',
+  ):
+    _train(model, 1, _one_device())
+
+
 # ---- Bad inputs ------------------------------------------------------------------------------------------------------
 
 

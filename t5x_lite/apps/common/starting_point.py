@@ -547,6 +547,9 @@ def check_start(
     )
     return None
   except CheckpointError as error:
+    trained = _other_trained(start, model, state_shape)
+    if trained is not None:
+      raise CheckpointError(f'{error} {trained}') from error
     if is_other:
       raise CheckpointError(
         f'{error} It was saved with the optimizer {saved_with}; this run uses {own}.'
@@ -563,6 +566,21 @@ def check_start(
     )
   _check_scales(start, state_shape, model)
   return fit
+
+
+def _other_trained(start: StartingPoint, model: models.BaseModel, shape: Any) -> str | None:
+  """Return a sentence if a run that resumes trains other parameters next to its adapter than before, or None."""
+  adapter = state_init.adapter_of(model)
+  if adapter is None or not start.resumes or 'adapter' not in start.metadata:
+    return None
+  before = set(start.metadata['adapter']['also_train'])
+  now = set(adapter.metadata(shape.params, shape.params_axes)['also_train'])
+  if before == now:
+    return None
+  return (
+    f'`Lora.also_train` selected {len(before)} parameters, and now {len(now)}: set it as before. They differ in '
+    f'{first_names(sorted(before ^ now))}.'
+  )
 
 
 def without_other_optimizer(start: StartingPoint, state_shape: TrainState) -> StartingPoint:

@@ -396,6 +396,11 @@ def test_parameters_that_are_not_trained_any_more(base, tmp_path):
   adapter_run.train(tmp_path / 'run', 3, base=base, lora=norms, layout=layout)
   with pytest.raises(ConfigError, match=r'checkpoint_3 has also trained .*scale.*also_train'):
     adapter_run.train(tmp_path / 'run', 4, base=base, layout=layout)
+  adapter_run.train(tmp_path / 'with_state', 3, base=base)
+  with pytest.raises(
+    CheckpointError, match=r'Lora.also_train` selected 0 parameters, and now \d+: set it as before'
+  ):
+    adapter_run.train(tmp_path / 'with_state', 4, base=base, lora=norms)
   adapter_run.train(tmp_path / 'run', 4, base=base, lora=norms, layout=layout)
 
 
