@@ -388,7 +388,7 @@ def check_base(
     problem = '`train.param_ema` averages all of them'
   elif start.resumes and start.base is None:
     problem = f'{start.path!r}, from which the run resumes, was saved with its base'
-  elif start.resumes:
+  elif start.path is not None and start.resumes:
     own = _params_of(checkpoints.open_adapter(start.path).shapes())
     problem = _problem_of_others(start.path, own, adapter)
   else:
