@@ -138,7 +138,7 @@ def select(
         'targets',
         f'names of sets ({", ".join(TARGET_SETS)}) or regular expressions that each match a kernel',
         target,
-        f'Kernels are {_examples(projections)}.',
+        f"Kernels are {_examples(projections)}. Write several targets as a tuple: ('query_value', 'mlp/wo/kernel$').",
       )
   return [selected[path] for path in shapes if path in selected]
 

@@ -30,6 +30,7 @@ from t5x_lite import multihost
 from t5x_lite import partitioning
 from t5x_lite import schedules
 from t5x_lite.apps.common import starting_point
+from t5x_lite.checkpoints import builders
 from t5x_lite.data.text import examples as text_examples
 from t5x_lite.data.text.examples import TextExample
 from t5x_lite.data.text.examples import map_over_examples
@@ -110,7 +111,8 @@ class InteractiveModel:
       model: the model with its optimizer.
       dtype: dtype of restored and saved parameters, e.g. 'float32'; None restores them with the model's dtype.
       restore_mode: 'specific' for a checkpoint, 'latest' for the newest sound checkpoint of a run directory.
-      checkpoint_path: path of the checkpoint or run directory; empty for new parameters.
+      checkpoint_path: path of the checkpoint or run directory; empty for new parameters. If the model has an adapter
+        and the checkpoint has none, the adapter is new.
       input_shapes: shape of a global batch (tuple or array of its sizes) by model feature, for the initialization; None
         derives the shapes from lengths and batch size.
       input_types: dtype by model feature; int32 for missing ones.
@@ -147,8 +149,16 @@ class InteractiveModel:
     self._saved_steps: list[int] = []
     self._restore_checkpoint_cfg = None
     if checkpoint_path:
+      added = []
+      if state_init.adapter_of(model) is not None:
+        # A stored adapter is kept.
+        added = [builders.NewAdapter()]
       self._restore_checkpoint_cfg = checkpoints.RestoreCheckpointConfig(
-        path=checkpoint_path, mode=restore_mode, dtype=dtype, restore_dataset=False
+        path=checkpoint_path,
+        mode=restore_mode,
+        dtype=dtype,
+        restore_dataset=False,
+        builders=added,
       )
     init_rng, trainer_rng = jax.random.split(
       jax.random.key(starting_point.choose_seed(init_random_seed))

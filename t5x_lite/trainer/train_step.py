@@ -15,11 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from t5x_lite import adapters
 from t5x_lite import checks
 from t5x_lite import metrics as metrics_lib
 from t5x_lite import partitioning
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
+from t5x_lite.formatting import first_names
 from t5x_lite.layer_stacks import LayerStacks
 from t5x_lite.optimizers import EXTRA_ARGS
 from t5x_lite.optimizers import OptimizerDef
@@ -105,7 +107,10 @@ def batch_size(batch: Mapping[str, Any]) -> int:
 
 
 def step_params_of(
-  train_state: TrainState, step_params: StepParams, stacks: LayerStacks
+  train_state: TrainState,
+  step_params: StepParams,
+  stacks: LayerStacks,
+  adapter: adapters.Lora | None = None,
 ) -> StepParams:
   """Return `step_params` for the parameters of a state, of which the optimizer's frozen ones get no gradients.
 
@@ -113,9 +118,25 @@ def step_params_of(
     train_state: the state as steps take it; its leaves may be shapes.
     step_params: options.
     stacks: layers that are stacked in the state.
+    adapter: the adapter of the model.
+
+  Raises:
+    ConfigError: the optimizer freezes parameters that the adapter selects.
   """
+  optimizer_def = train_state.optimizer_def
   optimizer_state = OptimizerState(train_state.step, train_state.param_states)
-  frozen = train_state.optimizer_def.frozen_paths(train_state.params, optimizer_state)
+  frozen = optimizer_def.frozen_paths(train_state.params, optimizer_state)
+  if adapter is not None:
+    untrained = sorted(filter(adapter.is_trained, frozen))
+    if untrained:
+      raise checks.invalid(
+        'Lora',
+        'targets',
+        f'kernels whose adapters the optimizer {optimizer_def.name} trains',
+        adapter.targets,
+        f'It freezes {first_names(untrained)}. Set `optimizer_def` of the model to an optimizer of all parameters, '
+        'such as optimizers.adamw(), or narrow the targets.',
+      )
   notes = []
   if step_params.train_dtype is not None:
     notes.append(f'train_dtype = {step_params.train_dtype}')

@@ -33,6 +33,7 @@ from t5x_lite.train_state import InferenceState
 from t5x_lite.train_state import TrainState
 from t5x_lite.trainer import eval_steps
 from t5x_lite.trainer import non_finite
+from t5x_lite.trainer import state_init
 from t5x_lite.trainer import train_step as train_step_lib
 from t5x_lite.trainer.actions import TRAIN_METRIC_KEY
 from t5x_lite.trainer.actions import ActionMode
@@ -639,7 +640,9 @@ class Trainer(BaseTrainer):
       transform = _on_single_layers(transform, stacks)
       computer = computer and unstacking(computer, stacks)
 
-    step_params = train_step_lib.step_params_of(self._step_shapes, self._step_params, stacks)
+    step_params = train_step_lib.step_params_of(
+      self._step_shapes, self._step_params, stacks, state_init.adapter_of(self._model)
+    )
     action = self.non_finite.policy.action
     if action == 'skip' and partitioning.searches_nan():
       action = 'stop'  # The search begins at results, and a skipped step has none that are bad.

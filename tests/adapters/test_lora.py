@@ -201,6 +201,42 @@ def test_layouts_have_the_shapes_of_each_other():
   jax.tree.map(np.testing.assert_array_equal, back, params)
 
 
+@pytest.mark.parametrize(
+  'options',
+  [{'param_layout': 'scalable_t5'}, {'scan_layers': True, 'remat_policy': 'full'}],
+  ids=['scalable_t5', 'scan'],
+)
+def test_dropout_depends_on_the_key_alone(options):
+  """Layouts, loops and repeated passes of layers draw the same masks for the adapters."""
+  adapter = adapters.Lora(rank=3, targets='attention', dropout_rate=0.4)
+  fields = {'num_encoder_layers': 2, 'num_decoder_layers': 1, 'dropout_rate': 0.2}
+  first = cases.make_model(adapter, **fields)
+
+  def compute(params, **options):
+    model = cases.make_model(adapter, **fields, **options)
+
+    def loss(params, key):
+      return model.loss_fn(params, cases.BATCH, key)[0]
+
+    gradients = jax.jit(jax.value_and_grad(loss))
+    found, grads = gradients(params, jax.random.key(5))
+    assert found != gradients(params, jax.random.key(6))[0]
+    return found, grads
+
+  params = cases.random_b(cases.initial_variables(first)['params'])
+  loss, expected = compute(params)
+  if 'param_layout' in options:
+    config = cases.make_model(None, **fields, **options).module.config
+    params = param_layouts.convert(params, 't5', 'scalable_t5', config)
+    expected = param_layouts.convert(expected, 't5', 'scalable_t5', config)
+  found, grads = compute(params, **options)
+  np.testing.assert_allclose(found, loss, rtol=1e-6)
+  expected = dict(tree_utils.named_leaves(expected))
+  for path, grad in tree_utils.named_leaves(grads):
+    if '/lora_' in path:
+      np.testing.assert_allclose(grad, expected[path], rtol=1e-3, atol=1e-4, err_msg=path)
+
+
 def test_stacked_layers_keep_their_own_scales():
   adapter = adapters.Lora(rank=2, targets='all', alpha_pattern=[('layers_1/', 3.0)])
   model = cases.make_model(adapter)
@@ -376,10 +412,22 @@ def test_meshes_agree_with_one_device(num_partitions):
 
 def test_a_later_optimizer_file_trains_only_the_adapters():
   files = ['recipes/keyword_cloze.gin', 'adapters/lora.gin', 'optimizers/lion.gin']
-  texts = gin_utils.read(files, placeholders={'MODEL_DIR': "'unused'"})
+  placeholders = {'MODEL_DIR': "'unused'", 'INITIAL_CHECKPOINT_PATH': "'unused'"}
+  texts = gin_utils.read(files, placeholders=placeholders)
   model = gin_utils.load('t5x_lite.apps.train.train', texts).argument('model')
   assert model.optimizer_def.name == 'MultiOptimizer(lion)'
   assert model.adapter == adapters.Lora()
+
+
+def test_an_optimizer_must_train_all_adapters():
+  """Otherwise some would silently stay as they are."""
+  optimizer_def = optimizers.MultiOptimizer([('^encoder/', optimizers.sgd(0.1))])
+  model = _small_model(adapters.Lora(rank=2), optimizer_def)
+  with pytest.raises(
+    ConfigError,
+    match=r'the optimizer MultiOptimizer.* trains.* freezes decoder/layers_0/.*lora_a.*adamw',
+  ):
+    _train(model, 1, _one_device())
 
 
 # ---- Bad inputs ------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from t5x_lite import adapters
 from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import gin_utils
@@ -36,7 +37,7 @@ EXAMPLES = [
 
 
 @functools.cache
-def _model():
+def _model(adapter=None):
   network = t5.Transformer(
     t5.T5Config(
       vocab_size=384,
@@ -56,6 +57,7 @@ def _model():
     VOCABULARY,
     optimizers.sgd(),
     loss_normalizing_factor='NUM_REAL_TARGET_TOKENS',
+    adapter=adapter,
   )
 
 
@@ -290,6 +292,27 @@ def test_saved_and_opened_again(trained, tmp_path):
     )
     again.close()
   assert [t for _, t in again.predict_with_aux(EXAMPLES)[0]] == [text for _, text in predictions]
+
+
+def test_an_adapter_of_a_restored_model(trained, tmp_path):
+  """A checkpoint without an adapter gets a new one, which alone is trained; its own checkpoints keep theirs."""
+  made, _, _ = trained
+  made.save_checkpoint()
+  model = _model(adapters.Lora(rank=2))
+  tuned = _make(tmp_path, made.checkpoint[0], 'specific', model=model)
+  before = _params(tuned)
+  tuned.train_step(EXAMPLES)
+  tuned.save_checkpoint()
+  changed = {
+    path
+    for (path, old), new in zip(
+      tree_utils.named_leaves(before), jax.tree.leaves(_params(tuned)), strict=True
+    )
+    if not np.array_equal(old, new)
+  }
+  assert changed and all(path.endswith('/lora_b') for path in changed)
+  again = _make(tmp_path, tuned.checkpoint[0], 'specific', model=model)
+  jax.tree.map(np.testing.assert_array_equal, _params(again), _params(tuned))
 
 
 def test_only_its_own_checkpoints_are_deleted(tmp_path):

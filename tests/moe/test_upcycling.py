@@ -335,6 +335,19 @@ def test_sparse_checkpoints_and_dense_networks_raise():
   assert upcycling.upcycle()(sparse, sparse, is_resuming=True) == sparse
 
 
+def test_models_with_adapters_raise():
+  """The remedy is two runs: the second has the sparse checkpoint of the first as its base."""
+  stored = up.state_of(up.dense_network()).state_dict()
+  wanted = up.state_shapes(up.sparse_network()).state_dict()
+  block = wanted['target']['encoder']['layers_1']['mlp']['expert']['wo']
+  block['lora_a'] = jax.ShapeDtypeStruct((4, 24, 2), 'float32')
+  block['lora_b'] = jax.ShapeDtypeStruct((4, 2, 16), 'float32')
+  with pytest.raises(
+    ConfigError, match=r'with an adapter .*lora_a.* Upcycle without adapters/lora.gin first'
+  ):
+    upcycling.upcycle()(stored, wanted)
+
+
 @pytest.mark.parametrize(
   'options, message',
   [

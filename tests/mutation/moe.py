@@ -189,6 +189,13 @@ MUTANTS = (
     'tests/moe/test_models.py::test_an_evaluation_does_not_depend_on_its_batch_size',
   ),
   Mutant(
+    'adapters_are_upcycled',
+    'moe/upcycling.py',
+    '    if with_adapter:\n',
+    '    if False:\n',
+    'tests/moe/test_upcycling.py::test_models_with_adapters_raise',
+  ),
+  Mutant(
     'slices_of_experts_keep_their_moments',
     'moe/expert_state.py',
     'float(change.slices) ** -name.power',

@@ -18,6 +18,13 @@ MUTANTS = (
     'tests/adapters/test_lora.py::test_a_later_optimizer_file_trains_only_the_adapters',
   ),
   Mutant(
+    'adapters_may_be_frozen_by_the_optimizer',
+    't5x_lite/trainer/train_step.py',
+    '    if untrained:\n',
+    '    if False:\n',
+    'tests/adapters/test_lora.py::test_an_optimizer_must_train_all_adapters',
+  ),
+  Mutant(
     'kernels_that_ignore_adapters_are_targets',
     't5x_lite/adapters/kernels.py',
     'if path not in projections:',

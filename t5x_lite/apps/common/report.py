@@ -24,6 +24,7 @@ from t5x_lite.data.text.hugging_face import HuggingFaceVocabulary
 from t5x_lite.formatting import format_bytes
 from t5x_lite.formatting import format_cell
 from t5x_lite.formatting import format_number
+from t5x_lite.formatting import format_percent
 from t5x_lite.formatting import format_table
 from t5x_lite.formatting import printable
 from t5x_lite.storage import files
@@ -132,7 +133,7 @@ def describe_adapter(model: Any, train_state_shape: PyTree) -> str | None:
   return (
     f'Adapter  rank {_numbers(ranks)}, alpha {_numbers(alphas)}: {num_kernels:,} '
     f'kernels ({names}); trained {num_trained:,} of {num_params:,} parameters '
-    f'({100 * num_trained / num_params:.2g} %), optimizer state {format_bytes(num_bytes)}'
+    f'({format_percent(num_trained / num_params)}), optimizer state {format_bytes(num_bytes)}'
   )
 
 

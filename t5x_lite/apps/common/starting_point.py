@@ -48,6 +48,8 @@ from t5x_lite.trainer import train_step
 from t5x_lite.trainer import trainer as trainer_lib
 from t5x_lite.types import PyTree
 
+# Prefix of the names of parameters in a state.
+_PARAMS = 'target/'
 # Prefix of the names of an optimizer's state.
 OPTIMIZER_STATE = 'state/param_states/'
 # Factors of schedules for runs without a planned end, which continue over several runs.
@@ -355,6 +357,8 @@ def check_base(
   checkpoint_cfg: checkpoints.CheckpointConfig,
   model_dir: str,
   *,
+  state_shape: TrainState,
+  fit: checkpoints.Fit | None,
   has_average: bool,
 ) -> None:
   """Raise if checkpoints without the base would lack parameters that the base does not have.
@@ -364,6 +368,8 @@ def check_base(
     model: the model.
     checkpoint_cfg: options of saving and of the first state.
     model_dir: the run directory.
+    state_shape: shapes of the state.
+    fit: difference of the starting point from the state; None if it is unknown.
     has_average: whether the run averages its parameters.
 
   Raises:
@@ -382,8 +388,11 @@ def check_base(
     problem = '`train.param_ema` averages all of them'
   elif start.resumes and start.base is None:
     problem = f'{start.path!r}, from which the run resumes, was saved with its base'
-  elif not start.resumes:
-    problem = _problem_of_base(start, adapter, model_dir)
+  elif start.path is not None and start.resumes:
+    own = _params_of(checkpoints.open_adapter(start.path).shapes())
+    problem = _problem_of_others(start.path, own, adapter)
+  else:
+    problem = _problem_of_base(start, adapter, model_dir, state_shape, fit)
   if problem is not None:
     raise ConfigError(
       'A run with an adapter must begin with the unchanged parameters of a checkpoint, from which the parameters that '
@@ -392,31 +401,72 @@ def check_base(
     )
 
 
-def _problem_of_base(start: StartingPoint, adapter: adapters.Lora, model_dir: str) -> str | None:
+def _problem_of_base(
+  start: StartingPoint,
+  adapter: adapters.Lora,
+  model_dir: str,
+  state_shape: TrainState,
+  fit: checkpoints.Fit | None,
+) -> str | None:
   """Return why the checkpoint of a first start cannot be the base of a run in `model_dir`, or None."""
   cfg = start.restore_cfg
   if start.path is None or cfg is None:
     return 'no RestoreCheckpointConfig.path (INITIAL_CHECKPOINT_PATH) is set'
   if files.real_path(files.path(start.path).parent) == files.real_path(model_dir):
     return f'{start.path!r} is in MODEL_DIR, where the run replaces and deletes checkpoints'
+  wanted = tree_utils.flatten_dict(state_shape.state_dict())
+  params = _params_of([*checkpoints.open_source(start.path).shapes(), *wanted])
+  rules = cfg.assignment_map or ()
   changing = {
-    'assignment_map': cfg.assignment_map,
-    'state_transformation_fns': cfg.state_transformation_fns,
-    'fallback_to_scratch': cfg.fallback_to_scratch,
+    # Rules for the state of the optimizer change no parameter.
+    'assignment_map': [
+      rule for rule in rules if any(re.fullmatch(rule[0], name) for name in params)
+    ],
+    'state_transformation_fns': [
+      fn for fn in cfg.state_transformation_fns if not isinstance(fn, checkpoints.AssignmentMap)
+    ],
     'use_param_average': cfg.use_param_average,
     'builders': [builder for builder in cfg.builders if not builder.KEEPS_BASE],
   }
   for option, value in changing.items():
     if value:
       return f'`RestoreCheckpointConfig.{option}`, {value!r}, may change them'
+  assert fit is not None  # only `state_transformation_fns` need values
+  lacking = _params_of(fit.new)
+  if lacking:
+    return (
+      f'{start.path!r} lacks {first_names(lacking)}, which `fallback_to_scratch` would initialise'
+    )
+  surplus = _params_of(fit.ignored)
+  if surplus:
+    return f'{start.path!r} also has {first_names(surplus)}, which the model lacks'
   for builder in cfg.builders:
     # An adapter of PEFT has no other parameters.
     if isinstance(builder, builders.Adapter) and not sources.is_adapter(builder.path):
-      paths = [name.partition('/')[2] for name in builder.open({})[1]]
-      others = [path for path in paths if not adapter.is_trained(path)]
-      if others:
-        return f'{builder.description} has also trained {first_names(others)}, which `Lora.also_train` lacks'
+      problem = _problem_of_others(builder.description, builder.open({})[1], adapter)
+      if problem is not None:
+        return problem
   return None
+
+
+def _problem_of_others(owner: str, params: Iterable[str], adapter: adapters.Lora) -> str | None:
+  """Return which stored parameters of an adapter would not be saved again, as they are not trained any more, or None.
+
+  Args:
+    owner: path or description of the stored adapter.
+    params: names of its parameters in a state.
+    adapter: the adapter of the run.
+  """
+  paths = [name.removeprefix(_PARAMS) for name in params]
+  others = [path for path in paths if not adapter.is_trained(path)]
+  if others:
+    return f'{owner} has also trained {first_names(others)}, which `Lora.also_train` lacks'
+  return None
+
+
+def _params_of(names: Iterable[str]) -> list[str]:
+  """Return the names of parameters in a state."""
+  return [name for name in names if name.startswith(_PARAMS)]
 
 
 def _check_has_none_of_t5x(model_dir: str) -> None:
@@ -497,6 +547,9 @@ def check_start(
     )
     return None
   except CheckpointError as error:
+    trained = _other_trained(start, model, state_shape)
+    if trained is not None:
+      raise CheckpointError(f'{error} {trained}') from error
     if is_other:
       raise CheckpointError(
         f'{error} It was saved with the optimizer {saved_with}; this run uses {own}.'
@@ -513,6 +566,21 @@ def check_start(
     )
   _check_scales(start, state_shape, model)
   return fit
+
+
+def _other_trained(start: StartingPoint, model: models.BaseModel, shape: Any) -> str | None:
+  """Return a sentence if a run that resumes trains other parameters next to its adapter than before, or None."""
+  adapter = state_init.adapter_of(model)
+  if adapter is None or not start.resumes or 'adapter' not in start.metadata:
+    return None
+  before = set(start.metadata['adapter']['also_train'])
+  now = set(adapter.metadata(shape.params, shape.params_axes)['also_train'])
+  if before == now:
+    return None
+  return (
+    f'`Lora.also_train` selected {len(before)} parameters, and now {len(now)}: set it as before. They differ in '
+    f'{first_names(sorted(before ^ now))}.'
+  )
 
 
 def without_other_optimizer(start: StartingPoint, state_shape: TrainState) -> StartingPoint:
@@ -577,7 +645,7 @@ def _stateful_parts(name: str) -> set[str]:
 def _slots(names: Iterable[str]) -> set[str]:
   """Return the names of the arrays of an optimizer with `*` for the path of a parameter."""
   names = list(names)
-  params = {tuple(name.split('/')[1:]) for name in names if name.startswith('target/')}
+  params = {tuple(name.split('/')[1:]) for name in _params_of(names)}
   lengths = sorted({len(param) for param in params}, reverse=True)
   found = set()
   for name in names:
@@ -617,14 +685,41 @@ def _check_scales(start: StartingPoint, shape: Any, model: models.BaseModel) -> 
     if isinstance(builder, builders.Adapter):
       source, _ = builder.open(tree_utils.flatten_dict(shape.state_dict()))
       found = {builder.path: source.metadata}
-  scales = merging.scales_of(adapter.metadata(shape.params, shape.params_axes))
+  own = adapter.metadata(shape.params, shape.params_axes)
   for path, metadata in found.items():
-    if 'adapter' in metadata and merging.scales_of(metadata['adapter']) != scales:
+    if 'adapter' in metadata:
+      _compare_scales(path, metadata['adapter'], own)
+
+
+def _compare_scales(path: str, stored: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+  """Raise CheckpointError if two adapters, see `Lora.metadata`, have other factors for the same kernel."""
+  scales = [merging.scales_of(metadata) for metadata in (stored, own)]
+  if set(scales[0]).isdisjoint(scales[1]):
+    # Another parameter layout, in which all layers of a stack have one path.
+    scales = [_by_projection(each) for each in scales]
+  of_stored, of_own = scales
+  for name in of_stored:
+    if name in of_own and of_stored[name] != of_own[name]:
       raise CheckpointError(
-        'The factors of the adapter, by `Lora.alpha`, `Lora.rank` and `Lora.rank_stabilized`, must be '
-        f'{merging.scales_of(metadata["adapter"])} as in {path!r}, got {scales}. Set these options to those of the '
-        'adapter.'
+        f'The factor of the adapter of {name} must be {of_stored[name]} as in {path!r}, got {of_own[name]}. It is '
+        'alpha / rank, or alpha / sqrt(rank) with `Lora.rank_stabilized`: set `Lora.alpha` (LORA_ALPHA), '
+        '`Lora.alpha_pattern` and `Lora.rank_stabilized` to those of the adapter, which has alpha '
+        f'{_alphas(stored)} and rank_stabilized={stored["rank_stabilized"]}.'
       )
+
+
+def _by_projection(scales: Mapping[str, float]) -> dict[str, list[float]]:
+  """Return the different factors by stack and projection, for paths of kernels in any layout."""
+  found: dict[str, set[float]] = {}
+  for path, scale in scales.items():
+    parts = path.split('/')
+    found.setdefault('/'.join([parts[0], *parts[-3:]]), set()).add(scale)
+  return {name: sorted(each) for name, each in found.items()}
+
+
+def _alphas(metadata: Mapping[str, Any]) -> str:
+  alphas = sorted({kernel['alpha'] for kernel in metadata['kernels'].values()})
+  return ', '.join(map(str, alphas))
 
 
 def _check_unseen_fields(path: str, config: StackConfig, network: Mapping[str, Any]) -> None:

@@ -201,6 +201,8 @@ class OpenRun(contextlib.AbstractContextManager):
       cfg.model,
       cfg.checkpoint_cfg,
       cfg.model_dir,
+      state_shape=shape,
+      fit=self.fit,
       has_average=cfg.param_ema is not None,
     )
     starting_point.report_learning_rates(

@@ -22,7 +22,7 @@ _EVALUATIONS = {'train_eval_dataset_cfg': None, 'infer_eval_dataset_cfg': None}
 
 
 @functools.cache
-def model(adapter=None, param_layout='t5', scan_layers=False):
+def model(adapter=None, param_layout='t5', scan_layers=False, optimizer_def=None):
   """Return a model of two layers; the dropout makes a resumed run depend on its random numbers."""
   config = t5.T5Config(
     vocab_size=toy_model.VOCAB_SIZE,
@@ -42,7 +42,7 @@ def model(adapter=None, param_layout='t5', scan_layers=False):
     t5.Transformer(config),
     vocabulary,
     vocabulary,
-    optimizers.adamw(),
+    optimizer_def or optimizers.adamw(),
     adapter=adapter,
     loss_normalizing_factor='NUM_REAL_TARGET_TOKENS',
   )

@@ -14,6 +14,7 @@ import pytest
 
 from t5x_lite import adapters
 from t5x_lite import checkpoints
+from t5x_lite import optimizers
 from t5x_lite import tree_utils
 from t5x_lite.apps import evaluate
 from t5x_lite.apps.convert import run as convert
@@ -42,7 +43,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def run(tmp_path_factory, base):
-  """A run from step 2 to step 8, with checkpoints of steps 5 and 8."""
+  """A run from step 2 to step 8, with checkpoints of steps 3, 6 and 8."""
   model_dir = tmp_path_factory.mktemp('run')
   adapter_run.train(model_dir, base=base)
   return model_dir
@@ -223,6 +224,24 @@ def test_another_rank(run, base, tmp_path):
   adapter_run.train(model_dir, 9, base=base, rank=2)
 
 
+@pytest.mark.parametrize(
+  'lora', [{'alpha': 8.0}, {'rank_stabilized': True}, {'alpha_pattern': [('value', 32.0)]}]
+)
+def test_other_factors(base, tmp_path, lora):
+  """No shape shows them. The message has those of the adapter, also of one in another layout."""
+  first = {'alpha_pattern': [('query', 32.0)]}
+  adapter_run.train(tmp_path / 'run', 3, base=base, lora=first)
+  message = r'The factor of the adapter of .*which has alpha 16\.0, 32\.0 and rank_stabilized=False'
+  with pytest.raises(CheckpointError, match=message):
+    adapter_run.train(tmp_path / 'run', 4, base=base, lora=lora)
+  cfg = adapter_run.restore_cfg(base, adapter_path=str(tmp_path / 'run'))
+  layout = {'param_layout': 'scalable_t5'}
+  with pytest.raises(CheckpointError, match=message):
+    adapter_run.train(tmp_path / 'other', 3, restore=cfg, lora=lora, layout=layout)
+  adapter_run.train(tmp_path / 'other', 3, restore=cfg, lora=first, layout=layout)
+  adapter_run.train(tmp_path / 'run', 4, base=base, lora=first)
+
+
 def test_an_adapter_that_is_only_on_one_side(run, base, tmp_path):
   """Both messages are followed."""
   with pytest.raises(CheckpointError, match='--gin_file=adapters/lora.gin'):
@@ -234,21 +253,49 @@ def test_an_adapter_that_is_only_on_one_side(run, base, tmp_path):
   adapter_run.train(tmp_path / 'new', 4, base=of_base / 'checkpoint_2')
 
 
-def test_only_the_adapter_may_be_new(base, tmp_path):
+def _changed(base, folder, change):
+  """Return the path of a checkpoint of the parameters of the base, after `change` of a nested dict."""
   state = checkpoints.load(base)
-  del state['target']['decoder']['decoder_norm'], state['state']['param_states']
+  del state['state']['param_states']
+  change(state['target'])
   with checkpoints.CheckpointManager(
-    tmp_path / 'part', save_cfg=checkpoints.SaveCheckpointConfig()
+    folder, save_cfg=checkpoints.SaveCheckpointConfig()
   ) as manager:
     manager.save(2, state)
+  return folder / 'checkpoint_2'
+
+
+def _without_norm(params):
+  del params['decoder']['decoder_norm']
+
+
+def _with_another_norm(params):
+  params['decoder']['another_norm'] = params['decoder']['decoder_norm']
+
+
+def test_only_the_adapter_may_be_new(base, tmp_path):
   with pytest.raises(
     CheckpointError, match=r'1 missing from the checkpoint:\s+target/decoder/decoder_norm'
   ):
-    adapter_run.train(tmp_path / 'run', 4, base=tmp_path / 'part' / 'checkpoint_2')
+    adapter_run.train(tmp_path / 'run', 4, base=_changed(base, tmp_path / 'part', _without_norm))
 
 
-def _of_base(**changes):
-  return lambda base, tmp_path: {'restore': adapter_run.restore_cfg(base, **changes)}
+def test_options_for_the_state_of_the_optimizer_keep_the_base(run, base, tmp_path):
+  """As in recipes/keyword_cloze_finetune.gin, which adapters/lora.gin may follow."""
+  rules = [('state/param_states/.*', None)]
+  cfg = adapter_run.restore_cfg(base, assignment_map=rules, fallback_to_scratch=True)
+  adapter_run.train(tmp_path / 'run', 3, restore=cfg)
+  assert sources.recorded_base(tmp_path / 'run' / 'checkpoint_3')['path'] == str(base)
+  _assert_equal(tmp_path / 'run' / 'checkpoint_3', run / 'checkpoint_3')
+
+
+def _of_base(change=None, **options):
+  def arguments(base, tmp_path):
+    if change is not None:
+      base = _changed(base, tmp_path / 'changed', change)
+    return {'restore': adapter_run.restore_cfg(base, **options)}
+
+  return arguments
 
 
 def _in_model_dir(base, tmp_path):
@@ -262,8 +309,9 @@ def _in_model_dir(base, tmp_path):
   [
     (lambda base, tmp_path: {}, r'no RestoreCheckpointConfig\.path'),
     (_in_model_dir, 'is in MODEL_DIR'),
-    (_of_base(assignment_map=[('state/step', None)]), 'assignment_map'),
-    (_of_base(fallback_to_scratch=True), 'fallback_to_scratch'),
+    (_of_base(assignment_map=[(r'target/(.*scale)', r'target/\1')]), 'assignment_map'),
+    (_of_base(_without_norm, fallback_to_scratch=True), 'lacks target/decoder/decoder_norm/scale'),
+    (_of_base(_with_another_norm, strict=False), 'also has target/decoder/another_norm/scale'),
     (
       _of_base(builders=[builders.NewAdapter(), builders.Reinitialize(['.*norm/scale'])]),
       'Reinitialize',
@@ -339,6 +387,21 @@ def test_unsuitable_stored_adapters(run, base, tmp_path):
   with pytest.raises(ConfigError, match=r'has also trained .*scale.*also_train'):
     adapter_run.train(tmp_path / 'others', 3, restore=cfg)
   adapter_run.train(tmp_path / 'others', 3, restore=cfg, lora=norms)
+
+
+def test_parameters_that_are_not_trained_any_more(base, tmp_path):
+  """Without a state of the optimizer nothing else differs, and later checkpoints would lose them."""
+  layout = {'optimizer_def': optimizers.sgd()}
+  norms = {'also_train': ('norm/scale$',)}
+  adapter_run.train(tmp_path / 'run', 3, base=base, lora=norms, layout=layout)
+  with pytest.raises(ConfigError, match=r'checkpoint_3 has also trained .*scale.*also_train'):
+    adapter_run.train(tmp_path / 'run', 4, base=base, layout=layout)
+  adapter_run.train(tmp_path / 'with_state', 3, base=base)
+  with pytest.raises(
+    CheckpointError, match=r'Lora.also_train` selected 0 parameters, and now \d+: set it as before'
+  ):
+    adapter_run.train(tmp_path / 'with_state', 4, base=base, lora=norms)
+  adapter_run.train(tmp_path / 'run', 4, base=base, lora=norms, layout=layout)
 
 
 def test_a_run_with_an_adapter_as_base(run, base, tmp_path):
