@@ -25,11 +25,13 @@ def scale_of(rank: int, alpha: float, rank_stabilized: bool) -> float:
   return alpha / rank
 
 
-def scales_of(metadata: Mapping[str, Any]) -> list[float]:
-  """Return the different factors of an adapter, ascending, from `Lora.metadata`."""
+def scales_of(metadata: Mapping[str, Any]) -> dict[str, float]:
+  """Return the factor of the product of each adapted kernel by its path, from `Lora.metadata`."""
   is_stabilized = metadata['rank_stabilized']
-  kernels = metadata['kernels'].values()
-  return sorted({scale_of(each['rank'], each['alpha'], is_stabilized) for each in kernels})
+  return {
+    path: scale_of(kernel['rank'], kernel['alpha'], is_stabilized)
+    for path, kernel in metadata['kernels'].items()
+  }
 
 
 def is_leaf(path: str) -> bool:

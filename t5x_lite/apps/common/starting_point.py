@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from t5x_lite import adapters
 from t5x_lite import checkpoints
 from t5x_lite import checks
 from t5x_lite import data
@@ -25,12 +24,10 @@ from t5x_lite import optimizers
 from t5x_lite import partitioning
 from t5x_lite import schedules
 from t5x_lite import tree_utils
-from t5x_lite.adapters import merging
+from t5x_lite.apps.common import adapter_base
 from t5x_lite.apps.common import output_folder
 from t5x_lite.checkpoints import builders
-from t5x_lite.checkpoints import sources
 from t5x_lite.errors import CheckpointError, ConfigError
-from t5x_lite.formatting import first_names
 from t5x_lite.formatting import format_number
 from t5x_lite.formatting import gin_flag
 from t5x_lite.layer_stacks import LayerStacks
@@ -38,7 +35,6 @@ from t5x_lite.networks.stacks import StackNetwork
 from t5x_lite.networks.t5_config import RELPOS_FIELDS
 from t5x_lite.networks.t5_config import StackConfig
 from t5x_lite.storage import files
-from t5x_lite.storage import hub
 from t5x_lite.train_state import InferenceState
 from t5x_lite.train_state import TrainState
 from t5x_lite.trainer import non_finite
@@ -85,14 +81,12 @@ class StartingPoint:
     resumes: whether the checkpoint was saved by this run.
     restore_cfg: how to restore it, with the builders of the state.
     metadata: metadata of the checkpoint.
-    base: identity of the base, see `checkpoints.identify_base`, if the checkpoint was saved by this run without it.
   """
 
   path: str | None = None
   resumes: bool = False
   restore_cfg: checkpoints.RestoreCheckpointConfig | None = None
   metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
-  base: Mapping[str, str] | None = None
 
   @property
   def is_new(self) -> bool:
@@ -122,6 +116,13 @@ class StartingPoint:
     for builder in self.chain:
       paths += builder.paths_of_model
     return list(dict.fromkeys(paths))
+
+  @property
+  def base(self) -> Mapping[str, str] | None:
+    """Identity of the base, see `checkpoints.recorded_base`, if this run has saved the checkpoint without it."""
+    if not self.resumes or self.restore_cfg is None:
+      return None
+    return checkpoints.recorded_base(self.path, self.restore_cfg.base_path)
 
   @property
   def step(self) -> int:
@@ -261,6 +262,7 @@ def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -
       run would start with new parameters in a directory with checkpoints of T5X.
   """
   checkpoints.check_standard(checkpoint_cfg)
+  configured = checkpoint_cfg.restore
   # Only checkpoints with a manifest are the run's own.
   own_step = checkpoints.newest_sound_step(model_dir)
   if own_step is not None:
@@ -271,16 +273,11 @@ def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -
         f'MODEL_DIR {model_dir!r} was written by `convert` ({os.path.basename(path)}) and cannot be resumed: it has '
         f'no position in the data. Train in another MODEL_DIR with INITIAL_CHECKPOINT_PATH={path!r}.'
       )
-    own = checkpoints.RestoreCheckpointConfig(path=model_dir, mode='latest')
-    base = checkpoints.recorded_base(path)
-    moved_to = None
-    if base is not None:
-      moved_to = _moved_base(base['path'], checkpoint_cfg.restore)
-    if base is not None and moved_to is not None:
-      own = dataclasses.replace(own, base_path=moved_to)
-      base = {**base, 'path': moved_to}
-    return StartingPoint(path=path, resumes=True, restore_cfg=own, metadata=metadata, base=base)
-  configured = checkpoint_cfg.restore
+    base_path = None
+    if configured is not None:
+      base_path = configured.base_path or next(iter(configured.paths), None)
+    own = checkpoints.RestoreCheckpointConfig(path=model_dir, mode='latest', base_path=base_path)
+    return StartingPoint(path=path, resumes=True, restore_cfg=own, metadata=metadata)
   if configured is None or not configured.paths:
     _check_has_none_of_t5x(model_dir)
     return StartingPoint(restore_cfg=configured)
@@ -297,126 +294,6 @@ def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -
       'to start from scratch.'
     )
   return StartingPoint(path=paths[0], restore_cfg=configured)
-
-
-def _moved_base(recorded: str, cfg: checkpoints.RestoreCheckpointConfig | None) -> str | None:
-  """Return the configured path of the base of a run that resumes, None if it is the recorded one.
-
-  Args:
-    recorded: recorded path of the base.
-    cfg: the configured checkpoint, from which the run began or to which its base has moved.
-  """
-  if cfg is None or not cfg.paths:
-    return None
-  given = [checkpoints.recorded_path(path) for path in cfg.paths]
-  # A model of the hub may have a newer commit now, and a run directory newer checkpoints.
-  if not {recorded, recorded.partition('@')[0]}.isdisjoint((*given, *cfg.paths)):
-    return None
-  for path in given:
-    inside = os.path.join(path, os.path.basename(recorded))
-    if not hub.is_name(path) and files.path(inside).is_dir():
-      return inside
-  _, paths = checkpoints.get_first_valid_restore_config_and_paths([cfg])
-  return checkpoints.recorded_path((*paths, *given)[0])
-
-
-def identify_base(
-  start: StartingPoint,
-  model: models.BaseModel,
-  checkpoint_cfg: checkpoints.CheckpointConfig,
-) -> Mapping[str, str] | None:
-  """Return the identity of the base that checkpoints of a run record; None if they contain all parameters.
-
-  It is computed once for a run, and reads the base if another program wrote it; only the lead process, which writes
-  manifests, does so.
-  """
-  if not _saves_without_base(model, checkpoint_cfg):
-    return None
-  if start.base is not None:
-    return start.base
-  assert start.path is not None  # see `check_base`
-  if not multihost.is_lead():
-    return {'path': start.path}
-  return checkpoints.identify_base(checkpoints.open_source(start.path), start.path)
-
-
-def _saves_without_base(
-  model: models.BaseModel, checkpoint_cfg: checkpoints.CheckpointConfig
-) -> bool:
-  save_cfg = checkpoint_cfg.save
-  return (
-    state_init.adapter_of(model) is not None and save_cfg is not None and not save_cfg.save_base
-  )
-
-
-def check_base(
-  start: StartingPoint,
-  model: models.BaseModel,
-  checkpoint_cfg: checkpoints.CheckpointConfig,
-  model_dir: str,
-  *,
-  has_average: bool,
-) -> None:
-  """Raise if checkpoints without the base would lack parameters that the base does not have.
-
-  Args:
-    start: the starting point.
-    model: the model.
-    checkpoint_cfg: options of saving and of the first state.
-    model_dir: the run directory.
-    has_average: whether the run averages its parameters.
-
-  Raises:
-    ConfigError: with the option, and the remedy.
-  """
-  save_cfg = checkpoint_cfg.save
-  adapter = state_init.adapter_of(model)
-  if adapter is None and save_cfg is not None and save_cfg.save_base:
-    raise checks.invalid(
-      'SaveCheckpointConfig', 'save_base', 'False without an adapter', True, 'Omit it.'
-    )
-  if adapter is None or not _saves_without_base(model, checkpoint_cfg):
-    return
-  problem = None
-  if has_average:
-    problem = '`train.param_ema` averages all of them'
-  elif start.resumes and start.base is None:
-    problem = f'{start.path!r}, from which the run resumes, was saved with its base'
-  elif not start.resumes:
-    problem = _problem_of_base(start, adapter, model_dir)
-  if problem is not None:
-    raise ConfigError(
-      'A run with an adapter must begin with the unchanged parameters of a checkpoint, from which the parameters that '
-      f'are not trained are read again; but {problem}. Correct this, or save all parameters: '
-      '--gin.checkpoints.SaveCheckpointConfig.save_base=True.'
-    )
-
-
-def _problem_of_base(start: StartingPoint, adapter: adapters.Lora, model_dir: str) -> str | None:
-  """Return why the checkpoint of a first start cannot be the base of a run in `model_dir`, or None."""
-  cfg = start.restore_cfg
-  if start.path is None or cfg is None:
-    return 'no RestoreCheckpointConfig.path (INITIAL_CHECKPOINT_PATH) is set'
-  if files.real_path(files.path(start.path).parent) == files.real_path(model_dir):
-    return f'{start.path!r} is in MODEL_DIR, where the run replaces and deletes checkpoints'
-  changing = {
-    'assignment_map': cfg.assignment_map,
-    'state_transformation_fns': cfg.state_transformation_fns,
-    'fallback_to_scratch': cfg.fallback_to_scratch,
-    'use_param_average': cfg.use_param_average,
-    'builders': [builder for builder in cfg.builders if not builder.KEEPS_BASE],
-  }
-  for option, value in changing.items():
-    if value:
-      return f'`RestoreCheckpointConfig.{option}`, {value!r}, may change them'
-  for builder in cfg.builders:
-    # An adapter of PEFT has no other parameters.
-    if isinstance(builder, builders.Adapter) and not sources.is_adapter(builder.path):
-      paths = [name.partition('/')[2] for name in builder.open({})[1]]
-      others = [path for path in paths if not adapter.is_trained(path)]
-      if others:
-        return f'{builder.description} has also trained {first_names(others)}, which `Lora.also_train` lacks'
-  return None
 
 
 def _check_has_none_of_t5x(model_dir: str) -> None:
@@ -511,7 +388,7 @@ def check_start(
       saved_with,
       own,
     )
-  _check_scales(start, state_shape, model)
+  adapter_base.check_scales(start.chain, state_shape, model)
   return fit
 
 
@@ -605,26 +482,6 @@ def _check_start_id(path: str, model: models.BaseModel, start_id: int) -> None:
       f'`{owner}.decoder_start_id` must be {start_id} for {path!r}, whose decoder starts with this id, got {ours}. '
       f'Set it to {start_id}.'
     )
-
-
-def _check_scales(start: StartingPoint, shape: Any, model: models.BaseModel) -> None:
-  """Raise CheckpointError if the adapter of a checkpoint has other factors than the model's, which no shape shows."""
-  adapter = state_init.adapter_of(model)
-  if adapter is None:
-    return
-  found = {path: checkpoints.read_metadata(path) for path in start.paths_of_models}
-  for builder in start.chain:
-    if isinstance(builder, builders.Adapter):
-      source, _ = builder.open(tree_utils.flatten_dict(shape.state_dict()))
-      found = {builder.path: source.metadata}
-  scales = merging.scales_of(adapter.metadata(shape.params, shape.params_axes))
-  for path, metadata in found.items():
-    if 'adapter' in metadata and merging.scales_of(metadata['adapter']) != scales:
-      raise CheckpointError(
-        'The factors of the adapter, by `Lora.alpha`, `Lora.rank` and `Lora.rank_stabilized`, must be '
-        f'{merging.scales_of(metadata["adapter"])} as in {path!r}, got {scales}. Set these options to those of the '
-        'adapter.'
-      )
 
 
 def _check_unseen_fields(path: str, config: StackConfig, network: Mapping[str, Any]) -> None:
@@ -759,7 +616,7 @@ def read_position(start: StartingPoint) -> tuple[dict[str, bytes] | None, int]:
   """
   if start.path is None or start.restore_cfg is None or not start.restore_cfg.restore_dataset:
     return None, 0
-  source = checkpoints.open_adapter(start.path)
+  source = checkpoints.open_source(start.path).own
   if source.manifest is None or not source.manifest.num_data_processes:
     return None, 0
   source.verify()
@@ -959,19 +816,6 @@ def _raise_for_non_finite(start: StartingPoint, names: Sequence[str]) -> None:
       f'{start.description} has non-finite values in {names[0]}{more}. Start from another '
       "checkpoint, or set NON_FINITE_POLICY='ignore' to train with these values."
     )
-
-
-def adapter_metadata(model: models.BaseModel, shape: Any) -> dict[str, Any]:
-  """Return the checkpoint metadata `adapter`, see `Lora.metadata`; {} for models without an adapter.
-
-  Args:
-    model: the model.
-    shape: train state of arrays or shapes, without stacked layers.
-  """
-  adapter = state_init.adapter_of(model)
-  if adapter is None:
-    return {}
-  return {'adapter': adapter.metadata(shape.params, shape.params_axes)}
 
 
 def optimizer_metadata(train_state: TrainState) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Runs with an adapter: what their checkpoints have, and what the base may not become."""
 
 import dataclasses
+import math
 import os
 import pathlib
 import shutil
@@ -64,7 +65,7 @@ def _params(path):
 
 def test_contents_of_checkpoints(run, base):
   path = run / 'checkpoint_8'
-  own = sources.open_adapter(path)
+  own = sources.open_source(path).own
   of_base = set(checkpoints.open_source(base).shapes())
   params = {name for name in own.shapes() if name.startswith('target/')}
   assert params and not params & of_base
@@ -90,7 +91,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(run, base, tmp_path, layout):
   for num_steps in (6, 8):
     adapter_run.train(tmp_path / 'run', num_steps, base=base, **options)
   toy_run.assert_same_run(whole, tmp_path / 'run', 8)
-  names = set(sources.open_adapter(whole / 'checkpoint_8').shapes())
+  names = set(sources.open_source(whole / 'checkpoint_8').own.shapes())
   has_stacks = any('/decoder/decoder/' in name for name in names)
   assert has_stacks == (layout == 'scalable_t5')
 
@@ -234,17 +235,31 @@ def test_an_adapter_that_is_only_on_one_side(run, base, tmp_path):
   adapter_run.train(tmp_path / 'new', 4, base=of_base / 'checkpoint_2')
 
 
-def test_only_the_adapter_may_be_new(base, tmp_path):
+def _without_a_norm(base, tmp_path):
   state = checkpoints.load(base)
   del state['target']['decoder']['decoder_norm'], state['state']['param_states']
   with checkpoints.CheckpointManager(
     tmp_path / 'part', save_cfg=checkpoints.SaveCheckpointConfig()
   ) as manager:
     manager.save(2, state)
+  return tmp_path / 'part' / 'checkpoint_2'
+
+
+def test_only_the_adapter_may_be_new(base, tmp_path):
   with pytest.raises(
     CheckpointError, match=r'1 missing from the checkpoint:\s+target/decoder/decoder_norm'
   ):
-    adapter_run.train(tmp_path / 'run', 4, base=tmp_path / 'part' / 'checkpoint_2')
+    adapter_run.train(tmp_path / 'run', 4, base=_without_a_norm(base, tmp_path))
+
+
+def test_options_that_keep_the_base(base, tmp_path):
+  """As in recipes/keyword_cloze_finetune.gin; without an effect on parameters, the run resumes with the base alone."""
+  cfg = adapter_run.restore_cfg(
+    base, assignment_map=[('state/param_states/.*', None)], fallback_to_scratch=True
+  )
+  for num_steps in (4, 5):
+    adapter_run.train(tmp_path / 'run', num_steps, restore=cfg)
+  assert sources.recorded_base(tmp_path / 'run' / 'checkpoint_5')['path'] == base
 
 
 def _of_base(**changes):
@@ -257,13 +272,18 @@ def _in_model_dir(base, tmp_path):
   return {'base': tmp_path / 'run' / 'checkpoint_2'}
 
 
+def _with_a_missing_array(base, tmp_path):
+  folder = _without_a_norm(base, tmp_path)
+  return {'restore': adapter_run.restore_cfg(folder, fallback_to_scratch=True)}
+
+
 @pytest.mark.parametrize(
   ('options', 'message'),
   [
     (lambda base, tmp_path: {}, r'no RestoreCheckpointConfig\.path'),
     (_in_model_dir, 'is in MODEL_DIR'),
-    (_of_base(assignment_map=[('state/step', None)]), 'assignment_map'),
-    (_of_base(fallback_to_scratch=True), 'fallback_to_scratch'),
+    (_of_base(assignment_map=[('target/(.*_norm/scale)', r'target/\1')]), 'assignment_map'),
+    (_with_a_missing_array, 'alone has decoder/decoder_norm/scale'),
     (
       _of_base(builders=[builders.NewAdapter(), builders.Reinitialize(['.*norm/scale'])]),
       'Reinitialize',
@@ -333,12 +353,46 @@ def test_unsuitable_stored_adapters(run, base, tmp_path):
     adapter_run.train(tmp_path / 'none', 3, restore=cfg)
   norms = {'also_train': ('norm/scale$',)}
   adapter_run.train(tmp_path / 'norms', 4, base=base, lora=norms)
-  own = sources.open_adapter(tmp_path / 'norms' / 'checkpoint_4').shapes()
+  own = sources.open_source(tmp_path / 'norms' / 'checkpoint_4').own.shapes()
   assert 'target/decoder/decoder_norm/scale' in own
   cfg = adapter_run.restore_cfg(base, adapter_path=str(tmp_path / 'norms'))
   with pytest.raises(ConfigError, match=r'has also trained .*scale.*also_train'):
     adapter_run.train(tmp_path / 'others', 3, restore=cfg)
   adapter_run.train(tmp_path / 'others', 3, restore=cfg, lora=norms)
+
+
+@pytest.mark.parametrize(
+  ('parts', 'layout'),
+  [
+    (('query', 'value'), {}),
+    (('query', 'value'), {'param_layout': 'scalable_t5'}),
+    (('layers_0', 'layers_1'), {}),
+  ],
+)
+def test_kernels_with_the_factors_of_each_other(base, tmp_path, parts, layout):
+  """Kernels are compared one by one, also with an adapter in another layout."""
+
+  def lora(*alphas):
+    return {'alpha_pattern': tuple(zip(parts, alphas, strict=True))}
+
+  adapter_run.train(tmp_path / 'run', 3, base=base, lora=lora(4.0, 8.0))
+  cfg = adapter_run.restore_cfg(base, adapter_path=str(tmp_path / 'run'))
+  options = {'restore': cfg, 'layout': layout}
+  with pytest.raises(
+    CheckpointError, match=rf'adapter of \S*{parts[0]}\S*, .*must be \[?2\.0.*got \[?4\.0'
+  ):
+    adapter_run.train(tmp_path / 'other', 3, lora=lora(8.0, 4.0), **options)
+  adapter_run.train(tmp_path / 'other', 3, lora=lora(4.0, 8.0), **options)
+
+
+def test_the_size_of_a_checkpoint(run, base, tmp_path):
+  """At most 1.3 times the adapter with its optimizer state, and 64 KiB."""
+  adapter_run.train(tmp_path / 'wide', 3, base=base, rank=8)
+  for path in (run / 'checkpoint_8', tmp_path / 'wide' / 'checkpoint_3'):
+    arrays = sources.open_source(path).own.shapes().values()
+    num_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays)
+    found = sum(file.stat().st_size for file in path.rglob('*') if file.is_file())
+    assert found <= 1.3 * num_bytes + 2**16
 
 
 def test_a_run_with_an_adapter_as_base(run, base, tmp_path):
@@ -375,7 +429,7 @@ def test_a_base_in_bfloat16(base, tmp_path):
   adapter_run.train(tmp_path / 'run', 4, base=base, lora={'base_dtype': 'bfloat16'})
   adapter_run.train(tmp_path / 'run', 5, base=base, lora={'base_dtype': 'bfloat16'})
   path = tmp_path / 'run' / 'checkpoint_5'
-  assert all(leaf.dtype != 'bfloat16' for leaf in sources.open_adapter(path).shapes().values())
+  assert all(leaf.dtype != 'bfloat16' for leaf in sources.open_source(path).own.shapes().values())
   found = _params(path)
   for name, value in _params(base).items():
     np.testing.assert_array_equal(found[name], value)
@@ -412,7 +466,7 @@ def test_evaluation_of_all_checkpoints(run, base, tmp_path):
   for step in results:
     _record(model_dir / f'checkpoint_{step}', path=str(tmp_path / 'gone'))
   arguments['output_dir'] = str(tmp_path / 'eval_of_moved')
-  with pytest.raises(CheckpointError, match=r'RestoreCheckpointConfig\.base_path=PATH'):
+  with pytest.raises(CheckpointError, match=r'INITIAL_CHECKPOINT_PATH=PATH'):
     evaluate.evaluate(
       restore_checkpoint_cfg=checkpoints.RestoreCheckpointConfig(str(model_dir)), **arguments
     )
