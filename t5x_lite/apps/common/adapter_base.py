@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 import re
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from t5x_lite import adapters
 from t5x_lite import checkpoints
 from t5x_lite import checks
@@ -22,7 +24,6 @@ from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.formatting import first_names
 from t5x_lite.storage import files
 from t5x_lite.trainer import state_init
-from t5x_lite.trainer import trainer as trainer_lib
 
 if TYPE_CHECKING:
   from t5x_lite.apps.common.starting_point import StartingPoint
@@ -140,20 +141,25 @@ def identify(start: StartingPoint) -> Mapping[str, str]:
   return checkpoints.identify_base(checkpoints.open_source(start.path), start.path)
 
 
-def trained_state(trainer: trainer_lib.BaseTrainer, adapter: adapters.Lora) -> dict[str, Any]:
-  """Return the state dict of a trainer, with the trained parameters alone.
-
-  Only arrays in the result are copied from stacked layers.
-  """
-  state: Any = trainer.step_state
+def trained_part(state: Any, adapter: adapters.Lora) -> Any:
+  """Return a train state, of which layers may be stacked, with the trained parameters alone."""
   trained = {}
   for path, leaf in tree_utils.named_leaves(state.params):
     if adapter.is_trained(layer_stacks.paths_of(path)[0]):
       trained[path] = leaf
-  state = state.replace_params(tree_utils.unflatten_dict(trained))
-  if trainer.stacked_layers:
-    state = state.unstack_layers(trainer.stacked_layers)
-  return state.state_dict()
+  return state.replace_params(tree_utils.unflatten_dict(trained))
+
+
+def arrays_to_save(part: Any, stacks: layer_stacks.LayerStacks) -> dict[str, Any]:
+  """Return the state dict of a result of `trained_part`, with a subtree per layer.
+
+  With one process, its arrays are in host memory, where those of stacked layers need no copies.
+  """
+  if jax.process_count() == 1:
+    part = jax.device_get(part)
+  if stacks:
+    part = part.unstack_layers(stacks)
+  return part.state_dict()
 
 
 def check_scales(

@@ -146,19 +146,24 @@ class TrainSaves:
       SaveError: this save failed, and as many before it as the configuration allows.
     """
     trainer = self._trainer
-    tests = trainer.non_finite.policy.tests
-    if tests and not trainer.non_finite.test_state(trainer.step, trainer.step_state.state_dict()):
-      return
+    part = None
+    if self._base is not None and self._has_base():
+      part = adapter_base.trained_part(trainer.step_state, self._run_cfg.model.adapter)
+    if trainer.non_finite.policy.tests:
+      tested = trainer.step_state if part is None else part
+      if not trainer.non_finite.test_state(trainer.step, tested.state_dict()):
+        return
+      del tested  # so that arrays of `step_state` are freed one by one
     start = self._saved_at = time.monotonic()
     for policy in self._cfg.policies:
       if isinstance(policy, checkpoints.OnRequest):
         policy.done()
     size = ''
     metadata = {}
-    if self._base is None or not self._has_base():
+    if part is None:
       state = trainer.train_state.state_dict()
     else:
-      state = adapter_base.trained_state(trainer, self._run_cfg.model.adapter)
+      state = adapter_base.arrays_to_save(part, trainer.stacked_layers)
       num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
       size = f' (adapter, {num_bytes / 2**20:,.1f} MiB; base {_shown_path(self._base["path"])})'
       metadata['base'] = self._base
