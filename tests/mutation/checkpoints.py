@@ -630,6 +630,13 @@ MUTANTS = (
     'tests/apps/train/test_adapters.py::test_kernels_with_the_factors_of_each_other',
   ),
   Mutant(
+    'an_adapter_keeps_the_kernels_of_its_former_layout',
+    't5x_lite/apps/convert/targets.py',
+    "    kernel = path.replace('lora_a', 'kernel')\n",
+    '    kernel = stored\n',
+    'tests/apps/convert/test_peft.py::test_an_adapter_in_another_layout_is_merged',
+  ),
+  Mutant(
     'a_moved_base_needs_a_second_flag',
     't5x_lite/apps/common/flags.py',
     "== 'INITIAL_CHECKPOINT_PATH'",
