@@ -624,7 +624,7 @@ MUTANTS = (
   ),
   Mutant(
     'kernels_may_have_the_factors_of_each_other',
-    't5x_lite/apps/common/adapter_base.py',
+    't5x_lite/apps/common/starting_point.py',
     '      if stored.get(kernel, scale) != scale:\n',
     '      if scale not in stored.values():\n',
     'tests/apps/train/test_adapters.py::test_kernels_with_the_factors_of_each_other',

@@ -5,9 +5,9 @@ Checkpoints of the run have what it trains. They are read together with the base
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -18,20 +18,15 @@ from t5x_lite import layer_stacks
 from t5x_lite import models
 from t5x_lite import multihost
 from t5x_lite import tree_utils
-from t5x_lite.adapters import merging
+from t5x_lite.apps.common.starting_point import StartingPoint
+from t5x_lite.apps.common.trainer_setup import RunConfig
 from t5x_lite.checkpoints import builders
-from t5x_lite.errors import CheckpointError, ConfigError
+from t5x_lite.errors import ConfigError
 from t5x_lite.formatting import first_names
 from t5x_lite.storage import files
 from t5x_lite.trainer import state_init
 
-if TYPE_CHECKING:
-  from t5x_lite.apps.common.starting_point import StartingPoint
-  from t5x_lite.apps.common.trainer_setup import RunConfig
-
 _PARAMS = 'target/'
-# The layer in the path of a parameter, in both parameter layouts.
-_LAYER_RE = re.compile(r'(encoder|decoder)/(?:\1|layers_\d+)/')
 
 
 def metadata(model: models.BaseModel, shape: Any) -> dict[str, Any]:
@@ -160,46 +155,3 @@ def arrays_to_save(part: Any, stacks: layer_stacks.LayerStacks) -> dict[str, Any
   if stacks:
     part = part.unstack_layers(stacks)
   return part.state_dict()
-
-
-def check_scales(
-  chain: Sequence[builders.StateBuilder], shape: Any, model: models.BaseModel
-) -> None:
-  """Raise CheckpointError if a stored adapter has other factors than the model's, which no shape shows.
-
-  Args:
-    chain: builders of the state.
-    shape: shapes of the state.
-    model: the model.
-  """
-  adapter = state_init.adapter_of(model)
-  if adapter is None:
-    return
-  found = {}
-  for builder in chain:
-    if isinstance(builder, builders.Adapter):
-      found = {builder.path: builder.open(tree_utils.flatten_dict(shape.state_dict())).metadata}
-    else:
-      found |= {path: checkpoints.read_metadata(path) for path in builder.paths_of_model}
-  for path, facts in found.items():
-    if 'adapter' not in facts:
-      continue
-    ours = merging.scales_of(adapter.metadata(shape.params, shape.params_axes))
-    stored = merging.scales_of(facts['adapter'])
-    if stored.keys() != ours.keys():
-      ours = _without_layers(ours)
-      stored = _without_layers(stored)
-    for kernel, scale in ours.items():
-      if stored.get(kernel, scale) != scale:
-        raise CheckpointError(
-          f'The factor of the adapter of {kernel}, by `Lora.alpha`, `Lora.rank` and `Lora.rank_stabilized`, must be '
-          f'{stored[kernel]} as in {path!r}, got {scale}. Set these options to those of the adapter.'
-        )
-
-
-def _without_layers(scales: Mapping[str, Any]) -> dict[str, list[float]]:
-  """Return the different factors of all layers of a stack, by a path that is the same in both parameter layouts."""
-  found = {}
-  for path, scale in scales.items():
-    found.setdefault(_LAYER_RE.sub(r'\1/', path), set()).add(scale)
-  return {path: sorted(different) for path, different in found.items()}

@@ -24,7 +24,7 @@ from t5x_lite import optimizers
 from t5x_lite import partitioning
 from t5x_lite import schedules
 from t5x_lite import tree_utils
-from t5x_lite.apps.common import adapter_base
+from t5x_lite.adapters import merging
 from t5x_lite.apps.common import output_folder
 from t5x_lite.checkpoints import builders
 from t5x_lite.errors import CheckpointError, ConfigError
@@ -52,6 +52,8 @@ _ENDLESS_FACTORS = frozenset({'rsqrt_decay', 'rsqrt_normalized_decay', 'decay_ev
 _WITHOUT_STATE = ('clip', 'identity', 'keep_params', 'zero_nans', 'centralize')
 # Share of the expected learning rate below which a schedule probably started too early.
 _LOW_SHARE = 0.5
+# The layer in the path of a parameter, in both parameter layouts.
+_LAYER_RE = re.compile(r'(encoder|decoder)/(?:\1|layers_\d+)/')
 # Seed of a run without one.
 DEFAULT_SEED = 0
 # Valid random seeds.
@@ -388,7 +390,7 @@ def check_start(
       saved_with,
       own,
     )
-  adapter_base.check_scales(start.chain, state_shape, model)
+  _check_scales(start.chain, state_shape, model)
   return fit
 
 
@@ -482,6 +484,41 @@ def _check_start_id(path: str, model: models.BaseModel, start_id: int) -> None:
       f'`{owner}.decoder_start_id` must be {start_id} for {path!r}, whose decoder starts with this id, got {ours}. '
       f'Set it to {start_id}.'
     )
+
+
+def _check_scales(chain: builders.Chain, shape: Any, model: models.BaseModel) -> None:
+  """Raise CheckpointError if a stored adapter has other factors than the model's, which no shape shows."""
+  adapter = state_init.adapter_of(model)
+  if adapter is None:
+    return
+  found = {}
+  for builder in chain:
+    if isinstance(builder, builders.Adapter):
+      found = {builder.path: builder.open(tree_utils.flatten_dict(shape.state_dict())).metadata}
+    else:
+      found |= {path: checkpoints.read_metadata(path) for path in builder.paths_of_model}
+  for path, facts in found.items():
+    if 'adapter' not in facts:
+      continue
+    ours = merging.scales_of(adapter.metadata(shape.params, shape.params_axes))
+    stored = merging.scales_of(facts['adapter'])
+    if stored.keys() != ours.keys():
+      ours = _without_layers(ours)
+      stored = _without_layers(stored)
+    for kernel, scale in ours.items():
+      if stored.get(kernel, scale) != scale:
+        raise CheckpointError(
+          f'The factor of the adapter of {kernel}, by `Lora.alpha`, `Lora.rank` and `Lora.rank_stabilized`, must be '
+          f'{stored[kernel]} as in {path!r}, got {scale}. Set these options to those of the adapter.'
+        )
+
+
+def _without_layers(scales: Mapping[str, Any]) -> dict[str, list[float]]:
+  """Return the different factors of all layers of a stack, by a path that is the same in both parameter layouts."""
+  found = {}
+  for path, scale in scales.items():
+    found.setdefault(_LAYER_RE.sub(r'\1/', path), set()).add(scale)
+  return {path: sorted(different) for path, different in found.items()}
 
 
 def _check_unseen_fields(path: str, config: StackConfig, network: Mapping[str, Any]) -> None:
