@@ -18,6 +18,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     ),
     't5x_lite.checkpoints.restoring.choice': (
       'get_first_valid_restore_config_and_paths',
+      'newest_of',
       'newest_of_others',
       'newest_sound_step',
     ),
@@ -115,7 +116,6 @@ __getattr__, __dir__, __all__ = lazy_names(
       'check_base',
       'detect_format',
       'identify_base',
-      'open_adapter',
       'open_source',
       'recorded_base',
       'recorded_path',
@@ -142,7 +142,6 @@ __getattr__, __dir__, __all__ = lazy_names(
       'merge_state',
       'tensorstore_leaf',
       'transform_shapes',
-      'without_base',
     ),
   },
 )

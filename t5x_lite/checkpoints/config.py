@@ -316,8 +316,8 @@ class RestoreCheckpointConfig:
     use_param_average: restore the running average of the parameters, if the checkpoint has one, as the parameters. None
       is True in `eval`, `infer`, `chat`, `export` and notebooks, and False in training. Ignored when a run resumes from
       its own directory.
-    base_path: folder of the base of an adapter's checkpoint, if it is no longer where it was in training. A run that
-      resumes gets it by `path`.
+    base_path: path of the base of an adapter's checkpoint, if it is no longer where it was in training; commands that
+      read a run set it to INITIAL_CHECKPOINT_PATH if this is given. For a run that resumes the default is `path`.
   """
 
   path: str | Sequence[str] | None = None

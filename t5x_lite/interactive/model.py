@@ -29,6 +29,7 @@ from t5x_lite import models
 from t5x_lite import multihost
 from t5x_lite import partitioning
 from t5x_lite import schedules
+from t5x_lite.apps.common import adapter_base
 from t5x_lite.apps.common import starting_point
 from t5x_lite.checkpoints import builders
 from t5x_lite.data.text import examples as text_examples
@@ -100,6 +101,7 @@ class InteractiveModel:
     trainer_cls: trainer_lib.BaseTrainerConstructor | None = None,
     save_period: int | None = 1,
     literal_sentinels: bool = False,
+    base_path: str | None = None,
   ):
     """Restore or initialize the state; compile nothing.
 
@@ -123,6 +125,7 @@ class InteractiveModel:
         T5X's schedule, with 1000 steps of warmup, unless the optimizer has a learning rate.
       save_period: number of steps between checkpoints of `train_step`; None leaves saving to `save_checkpoint`.
       literal_sentinels: encode `<extra_id_0>` like any other text, as a task with this option.
+      base_path: see `RestoreCheckpointConfig.base_path`.
 
     Raises:
       ConfigError: options are out of range or contradict each other.
@@ -159,6 +162,7 @@ class InteractiveModel:
         dtype=dtype,
         restore_dataset=False,
         builders=added,
+        base_path=base_path,
       )
     init_rng, trainer_rng = jax.random.split(
       jax.random.key(starting_point.choose_seed(init_random_seed))
@@ -358,7 +362,7 @@ class InteractiveModel:
         self.train_state.state_dict(),
         metadata={
           **starting_point.layout_metadata(self._model),
-          **starting_point.adapter_metadata(self._model, self.train_state),
+          **adapter_base.metadata_of(self._model, self.train_state),
         },
       )
     self._saved_steps = [*(step for step in self._saved_steps if step != self.step), self.step]

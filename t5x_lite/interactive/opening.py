@@ -13,6 +13,7 @@ from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.apps.common.runs import ENTRY
 from t5x_lite.apps.common.runs import find_run
 from t5x_lite.apps.common.runs import load_run
+from t5x_lite.apps.common.runs import moved_base
 from t5x_lite.interactive.model import InteractiveModel
 
 
@@ -73,6 +74,7 @@ def open_run(
     'dtype': None,
     'restore_mode': run.mode,
     'checkpoint_path': run.checkpoint,
+    'base_path': moved_base(configuration),
     'trainer_cls': configuration.argument('trainer_cls'),
     'save_period': save_period,
   }

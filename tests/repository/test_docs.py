@@ -424,7 +424,8 @@ def _has_seqio():
 
 def _write_run(folder):
   """Writes the configuration that the run of that name would have left."""
-  recipe = 'keyword_cloze_decoder_only' if 'decoder_only' in folder.name else 'keyword_cloze'
+  kinds = {'decoder_only': 'keyword_cloze_decoder_only', 'lora': 'keyword_cloze_finetune'}
+  recipe = next((kinds[kind] for kind in kinds if kind in folder.name), 'keyword_cloze')
   folder.mkdir(parents=True, exist_ok=True)
   (folder / 'config.gin').write_text(
     f"include 'recipes/{recipe}.gin'\nMODEL_DIR = 'runs/{folder.name}'\n"

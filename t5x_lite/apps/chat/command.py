@@ -10,6 +10,7 @@ from t5x_lite.apps.common.flags import add_decode_argument
 from t5x_lite.apps.common.flags import add_gin_arguments
 from t5x_lite.apps.common.runs import find_run
 from t5x_lite.apps.common.runs import load_run
+from t5x_lite.apps.common.runs import moved_base
 from t5x_lite.errors import ExitCode
 
 # The configuration of a training has no other parameter for a decoding function that is not part of the model.
@@ -84,8 +85,6 @@ def run_command(invocation: Invocation) -> int:
   decode_fn = None
   if flags.decode is not None:
     decode_fn = configuration.argument('infer_eval_cfg').decode_fn
-  restore = configuration.argument('checkpoint_cfg').restore
-  base_path = None if restore is None else restore.base_path
   options = chat.DecodingOptions(
     decode_fn=decode_fn,
     num_decodes=flags.num_decodes,
@@ -100,7 +99,7 @@ def run_command(invocation: Invocation) -> int:
     partitioner=configuration.argument('partitioner'),
     task_feature_lengths=configuration.argument('train_dataset_cfg').task_feature_lengths,
     restore_checkpoint_cfg=checkpoints.RestoreCheckpointConfig(
-      path=run.checkpoint, mode=run.mode, base_path=base_path
+      path=run.checkpoint, mode=run.mode, base_path=moved_base(configuration)
     ),
     options=options,
     max_input_length=flags.max_input_length,

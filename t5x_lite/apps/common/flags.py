@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 DECODE_FNS = {'mbr': '@decoding.MinimumBayesRisk()'}
 # Value of --compilation_cache_dir for no folder.
 NO_CACHE = 'off'
+_MOVED_BASE = '--gin.checkpoints.RestoreCheckpointConfig.base_path=%INITIAL_CHECKPOINT_PATH'
 
 
 class Invocation(NamedTuple):
@@ -473,16 +474,26 @@ def simulate_devices(num_devices: int | None) -> None:
   jax.config.update('jax_num_cpu_devices', num_devices)
 
 
+def with_moved_base(invocation: Invocation) -> Invocation:
+  """Return an invocation in which a flag INITIAL_CHECKPOINT_PATH is also the path of the base of an adapter."""
+  for flag in invocation.gin_flags:
+    text = flag.removeprefix('--gin.').removeprefix('--gin_bindings=')
+    if text.partition('=')[0].strip() == 'INITIAL_CHECKPOINT_PATH':
+      return invocation._replace(gin_flags=[*invocation.gin_flags, _MOVED_BASE])
+  return invocation
+
+
 def with_run_file(invocation: Invocation, run_file: str, function_name: str) -> Invocation:
   """Return an invocation with `run_file` before its gin files, unless these bind the function's `model` already.
 
-  A recipe alone is then enough, and it overrides the defaults of the run file.
+  A recipe alone is then enough, and it overrides the defaults of the run file. See also `with_moved_base`.
 
   Args:
     invocation: the command line.
     run_file: e.g. runs/export.gin.
     function_name: name of the function that the run file configures, without its module.
   """
+  invocation = with_moved_base(invocation)
   if not invocation.gin_files or binds_model(invocation, function_name):
     return invocation
   return invocation._replace(gin_files=[run_file, *invocation.gin_files])

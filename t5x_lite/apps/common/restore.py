@@ -160,7 +160,7 @@ def _needs_optimizer_state(path: str, model: models.BaseModel, shape: InferenceS
   Raises:
     CheckpointError: they are, but the optimizer state or the optimizer is missing.
   """
-  source = checkpoints.open_adapter(path)  # the base has no state of this optimizer
+  source = checkpoints.open_source(path).own  # the base has no state of this optimizer
   recorded = source.metadata.get('optimizer')
   if recorded is not None and not recorded['evaluates_other_params']:
     return False

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.apps.common.flags import load_configuration
+from t5x_lite.apps.common.flags import with_moved_base
 from t5x_lite.errors import CheckpointError, ConfigError, did_you_mean
 from t5x_lite.storage import files
 
@@ -162,4 +163,13 @@ def load_run(
   gin_files = gin_files_of(run, invocation.gin_files)
   if not files.path(os.path.join(run.model_dir, CONFIG_FILE)).is_file():
     gin_files = [_RUN_FILE, *gin_files]
-  return load_configuration(invocation._replace(gin_files=gin_files), _PLACEHOLDERS, overrides)
+  invocation = with_moved_base(invocation._replace(gin_files=gin_files))
+  return load_configuration(invocation, _PLACEHOLDERS, overrides)
+
+
+def moved_base(configuration: 'gin_utils.Configuration') -> str | None:
+  """Return `RestoreCheckpointConfig.base_path` of the configuration of a run."""
+  restore = configuration.argument('checkpoint_cfg').restore
+  if restore is None:
+    return None
+  return restore.base_path

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from t5x_lite import adapters
 from t5x_lite import checkpoints
 from t5x_lite import checks
 from t5x_lite import data
@@ -28,7 +27,6 @@ from t5x_lite import tree_utils
 from t5x_lite.adapters import merging
 from t5x_lite.apps.common import output_folder
 from t5x_lite.checkpoints import builders
-from t5x_lite.checkpoints import sources
 from t5x_lite.errors import CheckpointError, ConfigError
 from t5x_lite.formatting import first_names
 from t5x_lite.formatting import format_number
@@ -38,7 +36,6 @@ from t5x_lite.networks.stacks import StackNetwork
 from t5x_lite.networks.t5_config import RELPOS_FIELDS
 from t5x_lite.networks.t5_config import StackConfig
 from t5x_lite.storage import files
-from t5x_lite.storage import hub
 from t5x_lite.train_state import InferenceState
 from t5x_lite.train_state import TrainState
 from t5x_lite.trainer import non_finite
@@ -48,8 +45,6 @@ from t5x_lite.trainer import train_step
 from t5x_lite.trainer import trainer as trainer_lib
 from t5x_lite.types import PyTree
 
-# Prefix of the names of parameters in a state.
-_PARAMS = 'target/'
 # Prefix of the names of an optimizer's state.
 OPTIMIZER_STATE = 'state/param_states/'
 # Factors of schedules for runs without a planned end, which continue over several runs.
@@ -58,6 +53,8 @@ _ENDLESS_FACTORS = frozenset({'rsqrt_decay', 'rsqrt_normalized_decay', 'decay_ev
 _WITHOUT_STATE = ('clip', 'identity', 'keep_params', 'zero_nans', 'centralize')
 # Share of the expected learning rate below which a schedule probably started too early.
 _LOW_SHARE = 0.5
+# The layer in the path of a parameter, in both parameter layouts.
+_LAYER_RE = re.compile(r'(encoder|decoder)/(?:\1|layers_\d+)/')
 # Seed of a run without one.
 DEFAULT_SEED = 0
 # Valid random seeds.
@@ -87,14 +84,12 @@ class StartingPoint:
     resumes: whether the checkpoint was saved by this run.
     restore_cfg: how to restore it, with the builders of the state.
     metadata: metadata of the checkpoint.
-    base: identity of the base, see `checkpoints.identify_base`, if the checkpoint was saved by this run without it.
   """
 
   path: str | None = None
   resumes: bool = False
   restore_cfg: checkpoints.RestoreCheckpointConfig | None = None
   metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
-  base: Mapping[str, str] | None = None
 
   @property
   def is_new(self) -> bool:
@@ -124,6 +119,13 @@ class StartingPoint:
     for builder in self.chain:
       paths += builder.paths_of_model
     return list(dict.fromkeys(paths))
+
+  @property
+  def base(self) -> Mapping[str, str] | None:
+    """Identity of the base, see `checkpoints.recorded_base`, if this run has saved the checkpoint without it."""
+    if not self.resumes or self.restore_cfg is None:
+      return None
+    return checkpoints.recorded_base(self.path, self.restore_cfg.base_path)
 
   @property
   def step(self) -> int:
@@ -263,6 +265,7 @@ def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -
       run would start with new parameters in a directory with checkpoints of T5X.
   """
   checkpoints.check_standard(checkpoint_cfg)
+  configured = checkpoint_cfg.restore
   # Only checkpoints with a manifest are the run's own.
   own_step = checkpoints.newest_sound_step(model_dir)
   if own_step is not None:
@@ -273,16 +276,11 @@ def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -
         f'MODEL_DIR {model_dir!r} was written by `convert` ({os.path.basename(path)}) and cannot be resumed: it has '
         f'no position in the data. Train in another MODEL_DIR with INITIAL_CHECKPOINT_PATH={path!r}.'
       )
-    own = checkpoints.RestoreCheckpointConfig(path=model_dir, mode='latest')
-    base = checkpoints.recorded_base(path)
-    moved_to = None
-    if base is not None:
-      moved_to = _moved_base(base['path'], checkpoint_cfg.restore)
-    if base is not None and moved_to is not None:
-      own = dataclasses.replace(own, base_path=moved_to)
-      base = {**base, 'path': moved_to}
-    return StartingPoint(path=path, resumes=True, restore_cfg=own, metadata=metadata, base=base)
-  configured = checkpoint_cfg.restore
+    base_path = None
+    if configured is not None:
+      base_path = configured.base_path or next(iter(configured.paths), None)
+    own = checkpoints.RestoreCheckpointConfig(path=model_dir, mode='latest', base_path=base_path)
+    return StartingPoint(path=path, resumes=True, restore_cfg=own, metadata=metadata)
   if configured is None or not configured.paths:
     _check_has_none_of_t5x(model_dir)
     return StartingPoint(restore_cfg=configured)
@@ -299,174 +297,6 @@ def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -
       'to start from scratch.'
     )
   return StartingPoint(path=paths[0], restore_cfg=configured)
-
-
-def _moved_base(recorded: str, cfg: checkpoints.RestoreCheckpointConfig | None) -> str | None:
-  """Return the configured path of the base of a run that resumes, None if it is the recorded one.
-
-  Args:
-    recorded: recorded path of the base.
-    cfg: the configured checkpoint, from which the run began or to which its base has moved.
-  """
-  if cfg is None or not cfg.paths:
-    return None
-  given = [checkpoints.recorded_path(path) for path in cfg.paths]
-  # A model of the hub may have a newer commit now, and a run directory newer checkpoints.
-  if not {recorded, recorded.partition('@')[0]}.isdisjoint((*given, *cfg.paths)):
-    return None
-  for path in given:
-    inside = os.path.join(path, os.path.basename(recorded))
-    if not hub.is_name(path) and files.path(inside).is_dir():
-      return inside
-  _, paths = checkpoints.get_first_valid_restore_config_and_paths([cfg])
-  return checkpoints.recorded_path((*paths, *given)[0])
-
-
-def identify_base(
-  start: StartingPoint,
-  model: models.BaseModel,
-  checkpoint_cfg: checkpoints.CheckpointConfig,
-) -> Mapping[str, str] | None:
-  """Return the identity of the base that checkpoints of a run record; None if they contain all parameters.
-
-  It is computed once for a run, and reads the base if another program wrote it; only the lead process, which writes
-  manifests, does so.
-  """
-  if not _saves_without_base(model, checkpoint_cfg):
-    return None
-  if start.base is not None:
-    return start.base
-  assert start.path is not None  # see `check_base`
-  if not multihost.is_lead():
-    return {'path': start.path}
-  return checkpoints.identify_base(checkpoints.open_source(start.path), start.path)
-
-
-def _saves_without_base(
-  model: models.BaseModel, checkpoint_cfg: checkpoints.CheckpointConfig
-) -> bool:
-  save_cfg = checkpoint_cfg.save
-  return (
-    state_init.adapter_of(model) is not None and save_cfg is not None and not save_cfg.save_base
-  )
-
-
-def check_base(
-  start: StartingPoint,
-  model: models.BaseModel,
-  checkpoint_cfg: checkpoints.CheckpointConfig,
-  model_dir: str,
-  *,
-  state_shape: TrainState,
-  fit: checkpoints.Fit | None,
-  has_average: bool,
-) -> None:
-  """Raise if checkpoints without the base would lack parameters that the base does not have.
-
-  Args:
-    start: the starting point.
-    model: the model.
-    checkpoint_cfg: options of saving and of the first state.
-    model_dir: the run directory.
-    state_shape: shapes of the state.
-    fit: difference of the starting point from the state; None if it is unknown.
-    has_average: whether the run averages its parameters.
-
-  Raises:
-    ConfigError: with the option, and the remedy.
-  """
-  save_cfg = checkpoint_cfg.save
-  adapter = state_init.adapter_of(model)
-  if adapter is None and save_cfg is not None and save_cfg.save_base:
-    raise checks.invalid(
-      'SaveCheckpointConfig', 'save_base', 'False without an adapter', True, 'Omit it.'
-    )
-  if adapter is None or not _saves_without_base(model, checkpoint_cfg):
-    return
-  problem = None
-  if has_average:
-    problem = '`train.param_ema` averages all of them'
-  elif start.resumes and start.base is None:
-    problem = f'{start.path!r}, from which the run resumes, was saved with its base'
-  elif start.path is not None and start.resumes:
-    own = _params_of(checkpoints.open_adapter(start.path).shapes())
-    problem = _problem_of_others(start.path, own, adapter)
-  else:
-    problem = _problem_of_base(start, adapter, model_dir, state_shape, fit)
-  if problem is not None:
-    raise ConfigError(
-      'A run with an adapter must begin with the unchanged parameters of a checkpoint, from which the parameters that '
-      f'are not trained are read again; but {problem}. Correct this, or save all parameters: '
-      '--gin.checkpoints.SaveCheckpointConfig.save_base=True.'
-    )
-
-
-def _problem_of_base(
-  start: StartingPoint,
-  adapter: adapters.Lora,
-  model_dir: str,
-  state_shape: TrainState,
-  fit: checkpoints.Fit | None,
-) -> str | None:
-  """Return why the checkpoint of a first start cannot be the base of a run in `model_dir`, or None."""
-  cfg = start.restore_cfg
-  if start.path is None or cfg is None:
-    return 'no RestoreCheckpointConfig.path (INITIAL_CHECKPOINT_PATH) is set'
-  if files.real_path(files.path(start.path).parent) == files.real_path(model_dir):
-    return f'{start.path!r} is in MODEL_DIR, where the run replaces and deletes checkpoints'
-  wanted = tree_utils.flatten_dict(state_shape.state_dict())
-  params = _params_of([*checkpoints.open_source(start.path).shapes(), *wanted])
-  rules = cfg.assignment_map or ()
-  changing = {
-    # Rules for the state of the optimizer change no parameter.
-    'assignment_map': [
-      rule for rule in rules if any(re.fullmatch(rule[0], name) for name in params)
-    ],
-    'state_transformation_fns': [
-      fn for fn in cfg.state_transformation_fns if not isinstance(fn, checkpoints.AssignmentMap)
-    ],
-    'use_param_average': cfg.use_param_average,
-    'builders': [builder for builder in cfg.builders if not builder.KEEPS_BASE],
-  }
-  for option, value in changing.items():
-    if value:
-      return f'`RestoreCheckpointConfig.{option}`, {value!r}, may change them'
-  assert fit is not None  # only `state_transformation_fns` need values
-  lacking = _params_of(fit.new)
-  if lacking:
-    return (
-      f'{start.path!r} lacks {first_names(lacking)}, which `fallback_to_scratch` would initialise'
-    )
-  surplus = _params_of(fit.ignored)
-  if surplus:
-    return f'{start.path!r} also has {first_names(surplus)}, which the model lacks'
-  for builder in cfg.builders:
-    # An adapter of PEFT has no other parameters.
-    if isinstance(builder, builders.Adapter) and not sources.is_adapter(builder.path):
-      problem = _problem_of_others(builder.description, builder.open({})[1], adapter)
-      if problem is not None:
-        return problem
-  return None
-
-
-def _problem_of_others(owner: str, params: Iterable[str], adapter: adapters.Lora) -> str | None:
-  """Return which stored parameters of an adapter would not be saved again, as they are not trained any more, or None.
-
-  Args:
-    owner: path or description of the stored adapter.
-    params: names of its parameters in a state.
-    adapter: the adapter of the run.
-  """
-  paths = [name.removeprefix(_PARAMS) for name in params]
-  others = [path for path in paths if not adapter.is_trained(path)]
-  if others:
-    return f'{owner} has also trained {first_names(others)}, which `Lora.also_train` lacks'
-  return None
-
-
-def _params_of(names: Iterable[str]) -> list[str]:
-  """Return the names of parameters in a state."""
-  return [name for name in names if name.startswith(_PARAMS)]
 
 
 def _check_has_none_of_t5x(model_dir: str) -> None:
@@ -564,7 +394,7 @@ def check_start(
       saved_with,
       own,
     )
-  _check_scales(start, state_shape, model)
+  _check_scales(start.chain, state_shape, model)
   return fit
 
 
@@ -645,7 +475,7 @@ def _stateful_parts(name: str) -> set[str]:
 def _slots(names: Iterable[str]) -> set[str]:
   """Return the names of the arrays of an optimizer with `*` for the path of a parameter."""
   names = list(names)
-  params = {tuple(name.split('/')[1:]) for name in _params_of(names)}
+  params = {tuple(name.split('/')[1:]) for name in names if name.startswith('target/')}
   lengths = sorted({len(param) for param in params}, reverse=True)
   found = set()
   for name in names:
@@ -675,51 +505,43 @@ def _check_start_id(path: str, model: models.BaseModel, start_id: int) -> None:
     )
 
 
-def _check_scales(start: StartingPoint, shape: Any, model: models.BaseModel) -> None:
-  """Raise CheckpointError if the adapter of a checkpoint has other factors than the model's, which no shape shows."""
+def _check_scales(chain: builders.Chain, shape: Any, model: models.BaseModel) -> None:
+  """Raise CheckpointError if a stored adapter has other factors than the model's, which no shape shows."""
   adapter = state_init.adapter_of(model)
   if adapter is None:
     return
-  found = {path: checkpoints.read_metadata(path) for path in start.paths_of_models}
-  for builder in start.chain:
+  found = {}
+  for builder in chain:
     if isinstance(builder, builders.Adapter):
-      source, _ = builder.open(tree_utils.flatten_dict(shape.state_dict()))
-      found = {builder.path: source.metadata}
-  own = adapter.metadata(shape.params, shape.params_axes)
+      found = {builder.path: builder.open(tree_utils.flatten_dict(shape.state_dict())).metadata}
+    else:
+      found |= {path: checkpoints.read_metadata(path) for path in builder.paths_of_model}
   for path, metadata in found.items():
-    if 'adapter' in metadata:
-      _compare_scales(path, metadata['adapter'], own)
+    if 'adapter' not in metadata:
+      continue
+    stored = metadata['adapter']
+    of_stored = merging.scales_of(stored)
+    of_own = merging.scales_of(adapter.metadata(shape.params, shape.params_axes))
+    if of_stored.keys() != of_own.keys():
+      of_stored = _without_layers(of_stored)
+      of_own = _without_layers(of_own)
+    for kernel, scale in of_own.items():
+      if of_stored.get(kernel, scale) != scale:
+        alphas = sorted({each['alpha'] for each in stored['kernels'].values()})
+        raise CheckpointError(
+          f'The factor of the adapter of {kernel} must be {of_stored[kernel]} as in {path!r}, got {scale}. It is '
+          'alpha / rank, or alpha / sqrt(rank) with `Lora.rank_stabilized`: set `Lora.alpha` (LORA_ALPHA), '
+          '`Lora.alpha_pattern` and `Lora.rank_stabilized` to those of the adapter, which has alpha '
+          f'{", ".join(map(str, alphas))} and rank_stabilized={stored["rank_stabilized"]}.'
+        )
 
 
-def _compare_scales(path: str, stored: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-  """Raise CheckpointError if two adapters, see `Lora.metadata`, have other factors for the same kernel."""
-  scales = [merging.scales_of(metadata) for metadata in (stored, own)]
-  if set(scales[0]).isdisjoint(scales[1]):
-    # Another parameter layout, in which all layers of a stack have one path.
-    scales = [_by_projection(each) for each in scales]
-  of_stored, of_own = scales
-  for name in of_stored:
-    if name in of_own and of_stored[name] != of_own[name]:
-      raise CheckpointError(
-        f'The factor of the adapter of {name} must be {of_stored[name]} as in {path!r}, got {of_own[name]}. It is '
-        'alpha / rank, or alpha / sqrt(rank) with `Lora.rank_stabilized`: set `Lora.alpha` (LORA_ALPHA), '
-        '`Lora.alpha_pattern` and `Lora.rank_stabilized` to those of the adapter, which has alpha '
-        f'{_alphas(stored)} and rank_stabilized={stored["rank_stabilized"]}.'
-      )
-
-
-def _by_projection(scales: Mapping[str, float]) -> dict[str, list[float]]:
-  """Return the different factors by stack and projection, for paths of kernels in any layout."""
-  found: dict[str, set[float]] = {}
+def _without_layers(scales: Mapping[str, Any]) -> dict[str, list[float]]:
+  """Return the different factors of all layers of a stack, by a path that is the same in both parameter layouts."""
+  found = {}
   for path, scale in scales.items():
-    parts = path.split('/')
-    found.setdefault('/'.join([parts[0], *parts[-3:]]), set()).add(scale)
-  return {name: sorted(each) for name, each in found.items()}
-
-
-def _alphas(metadata: Mapping[str, Any]) -> str:
-  alphas = sorted({kernel['alpha'] for kernel in metadata['kernels'].values()})
-  return ', '.join(map(str, alphas))
+    found.setdefault(_LAYER_RE.sub(r'\1/', path), set()).add(scale)
+  return {path: sorted(different) for path, different in found.items()}
 
 
 def _check_unseen_fields(path: str, config: StackConfig, network: Mapping[str, Any]) -> None:
@@ -854,7 +676,7 @@ def read_position(start: StartingPoint) -> tuple[dict[str, bytes] | None, int]:
   """
   if start.path is None or start.restore_cfg is None or not start.restore_cfg.restore_dataset:
     return None, 0
-  source = checkpoints.open_adapter(start.path)
+  source = checkpoints.open_source(start.path).own
   if source.manifest is None or not source.manifest.num_data_processes:
     return None, 0
   source.verify()
@@ -1054,19 +876,6 @@ def _raise_for_non_finite(start: StartingPoint, names: Sequence[str]) -> None:
       f'{start.description} has non-finite values in {names[0]}{more}. Start from another '
       "checkpoint, or set NON_FINITE_POLICY='ignore' to train with these values."
     )
-
-
-def adapter_metadata(model: models.BaseModel, shape: Any) -> dict[str, Any]:
-  """Return the checkpoint metadata `adapter`, see `Lora.metadata`; {} for models without an adapter.
-
-  Args:
-    model: the model.
-    shape: train state of arrays or shapes, without stacked layers.
-  """
-  adapter = state_init.adapter_of(model)
-  if adapter is None:
-    return {}
-  return {'adapter': adapter.metadata(shape.params, shape.params_axes)}
 
 
 def optimizer_metadata(train_state: TrainState) -> dict[str, Any]:

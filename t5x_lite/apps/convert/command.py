@@ -99,7 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     '--base',
     metavar='PATH',
-    help='for a SOURCE that is an adapter of PEFT: the model with which it was trained, in any format',
+    help='for a SOURCE that is an adapter of PEFT: the model with which it was trained, in any format; for a run with '
+    'an adapter whose base has moved: its new path',
   )
   states = parser.add_argument_group('for --to=t5x_lite and --to=t5x')
   states.add_argument(

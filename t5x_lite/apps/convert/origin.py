@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from t5x_lite import checkpoints
+from t5x_lite.apps.convert import source_network
 from t5x_lite.checkpoints import sources
 from t5x_lite.checkpoints.hugging_face.model_card import README_FILE
 from t5x_lite.checkpoints.hugging_face.model_card import Origin
@@ -81,6 +82,9 @@ def tokenizer_of_run(source: sources.StateSource) -> str | None:
     T5xLiteError
   ) as error:  # A model of the hub that is not in the cache, or a store that cannot be reached.
     reason = str(error).rstrip('.')
+  base = source_network.base_of(source)
+  if isinstance(base, sources.HuggingFaceSource):  # the same folder, which has moved
+    return base.path
   raise ConfigError(
     f'The folder of the tokenizer of the run of {source.path!r}, {folder!r} in its config.gin, must exist: {reason}. '
     'Name a copy: --tokenizer=PATH.'

@@ -148,9 +148,7 @@ def _config(job: targets.Job) -> dict[str, Any]:
 
 def _base_model(source: sources.StateSource) -> str | None:
   """Return the folder or the name on the hub of the base of a run; None if it is not a folder of transformers."""
-  if not isinstance(source, sources.AdapterSource):
-    return None
-  model = source.base
+  model = source_network.base_of(source)
   if not isinstance(model, sources.HuggingFaceSource):
     return None
   if hub.is_name(model.path):

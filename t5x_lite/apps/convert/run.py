@@ -64,7 +64,8 @@ def convert(
     to: name of the format of the output, 't5x_lite', 't5x', 'hugging_face' or that of a registered class.
     dtype: floating-point dtype of the parameters, one of `convert_plan.DTYPES`; None keeps the stored ones.
     param_average: convert the running average of the parameters instead of the parameters.
-    base: for a source that is only an adapter: the model to which it is added, in any format.
+    base: for a source that is only an adapter: the model to which it is added, in any format. For a run with an adapter
+      only if its base has moved.
     progress: progress line.
     **options: options of the format, fields of its `Target`.
 
@@ -170,41 +171,34 @@ def _plan(
 
 
 def _open(source: str, base: str | None) -> sources.StateSource:
-  """Open the source, if it is only an adapter together with its base."""
-  is_adapter = sources.is_adapter(source)
-  if is_adapter and base is None:
+  """Open the source, an adapter together with its base."""
+  if not sources.is_adapter(source):
+    opened = open_newest(source, base)
+    if base is not None and opened.own is opened:
+      expected = f'absent, since {source!r} is not only an adapter'
+      raise checks.invalid('', '--base', expected, base, 'Remove the flag.')
+    return opened
+  if base is None:
     expected = f'the folder or run directory of the model of the adapter {source!r}'
     raise checks.invalid('', '--base', expected, base, 'Add the flag.')
-  if base is None:
-    return open_newest(source)
-  if not is_adapter:
-    expected = f'absent, since {source!r} is not only an adapter'
-    raise checks.invalid('', '--base', expected, base, 'Remove the flag.')
   model = open_newest(base)
   adapter = sources.open_peft(source, model.shapes(), model.path)
   return sources.AdapterSource(adapter, lambda: model)
 
 
-def open_newest(path: str) -> sources.StateSource:
+def open_newest(path: str, base_path: str | None = None) -> sources.StateSource:
   """Open weights in any format, or the newest checkpoint of a run directory.
 
   For checkpoints of t5x_lite this is the newest sound one; T5X's cannot be verified.
 
   Args:
     path: folder with weights, a run directory, or the name of a model of the Hugging Face hub.
+    base_path: path of the base if this is a run with an adapter, see `sources.recorded_base`.
 
   Raises:
     CheckpointError: no checkpoint is readable.
   """
-  path = sources.folder_of(path)
-  if sources.detect_format(path) is None:
-    if checkpoints.all_steps(path):
-      step = checkpoints.newest_sound_step(path)
-    else:
-      step = checkpoints.newest_of_others(path)
-    if step is not None:
-      path = checkpoints.get_checkpoint_dir(path, step)
-  return sources.open_source(path)
+  return sources.open_source(checkpoints.newest_of(path), base_path=base_path)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

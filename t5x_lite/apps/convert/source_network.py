@@ -8,12 +8,19 @@ from t5x_lite.errors import CheckpointError
 
 def folder_of(source: sources.StateSource) -> hugging_face.HuggingFaceFolder | None:
   """Return the Hugging Face folder of a source, also of one to which an adapter of PEFT is added; None without one."""
-  if isinstance(source, sources.MergedSource):
-    source = source.source
-  if isinstance(source, sources.AdapterSource) and source.format == 'peft':
-    source = source.base
+  if source.format == 'peft':
+    source = base_of(source) or source
   if isinstance(source, sources.HuggingFaceSource):
     return source.folder
+  return None
+
+
+def base_of(source: sources.StateSource) -> sources.StateSource | None:
+  """Return the base of a source with an adapter, also of one that is merged; None without one."""
+  if isinstance(source, sources.MergedSource):
+    source = source.source
+  if isinstance(source, sources.AdapterSource):
+    return source.base
   return None
 
 

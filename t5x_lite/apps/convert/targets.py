@@ -19,6 +19,7 @@ from t5x_lite import checks
 from t5x_lite.apps.convert import source_network
 from t5x_lite.apps.convert.state_plan import AVERAGE
 from t5x_lite.apps.convert.state_plan import OPTIMIZER_STATE
+from t5x_lite.apps.convert.state_plan import PARAMS
 from t5x_lite.apps.convert.state_plan import StatePlan
 from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import hugging_face
@@ -362,6 +363,8 @@ def _metadata(job: Job) -> dict[str, Any]:
     metadata['param_layout'] = plan.param_layout
   if plan.network:
     metadata['network'] = dict(plan.network)
+  if 'adapter' in metadata:
+    metadata['adapter'] = _adapter_in_layout(metadata['adapter'], plan)
   metadata['converted'] = {
     'from': source.path if '://' in source.path else os.path.abspath(source.path),
     'format': source.format,
@@ -369,3 +372,24 @@ def _metadata(job: Job) -> dict[str, Any]:
   if job.family is not None:  # Used when converting back.
     metadata['converted']['family'] = job.family.name
   return metadata
+
+
+def _adapter_in_layout(adapter: Mapping[str, Any], plan: StatePlan) -> dict[str, Any]:
+  """Return the description of an adapter, see `Lora.metadata`, with the paths and dims of the output."""
+  params = plan.params()
+  trained = {f'{PARAMS}{path}' for path in adapter['also_train']}
+  also_train = [path for path, planned in params.items() if not trained.isdisjoint(planned.inputs)]
+  kernels = {}
+  for path, planned in params.items():
+    if not path.endswith('/lora_a'):
+      continue
+    stored = planned.inputs[0].removeprefix(PARAMS).replace('lora_a', 'kernel')
+    kernel = path.replace('lora_a', 'kernel')
+    kernels[kernel] = dict(adapter['kernels'][stored])
+    if kernel != stored:
+      num_inputs = len(planned.shape) - 1
+      dims = 'i' * num_inputs + 'o' * (len(params[kernel].shape) - num_inputs)
+      if plan.param_layout == 'scalable_t5':
+        dims = f'{dims[0]}s{dims[2:]}'  # the second dim is that of the layers
+      kernels[kernel]['dims'] = dims
+  return {**adapter, 'also_train': also_train, 'kernels': kernels}

@@ -16,6 +16,7 @@ import jax
 from t5x_lite import checkpoints
 from t5x_lite import multihost
 from t5x_lite import runtime
+from t5x_lite.apps.common import adapter_base
 from t5x_lite.apps.common import memory as memory_lib
 from t5x_lite.apps.common import plan as plan_lib
 from t5x_lite.apps.common import starting_point
@@ -58,6 +59,7 @@ class OpenRun(contextlib.AbstractContextManager):
     initializer: initializer of the state.
     init_rng: key for new parameters.
     fit: arrays that will be new or not restored; None if they are unknown.
+    is_saved_apart: whether checkpoints have an adapter without its base.
     evaluations: evaluations of the run.
     batches: training batches.
     collect_garbage: collects garbage at the configured steps.
@@ -196,14 +198,8 @@ class OpenRun(contextlib.AbstractContextManager):
     self.fit = starting_point.check_start(
       self.start, shape, cfg.model, applies_transforms=cfg.dry_run
     )
-    starting_point.check_base(
-      self.start,
-      cfg.model,
-      cfg.checkpoint_cfg,
-      cfg.model_dir,
-      state_shape=shape,
-      fit=self.fit,
-      has_average=cfg.param_ema is not None,
+    self.is_saved_apart = adapter_base.is_saved_apart(
+      cfg, cfg.checkpoint_cfg.save, self.start, self.fit, shape
     )
     starting_point.report_learning_rates(
       self.start, self.trainer, shape, self.last_step, fit=self.fit

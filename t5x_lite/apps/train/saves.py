@@ -12,6 +12,7 @@ import numpy as np
 
 from t5x_lite import checkpoints
 from t5x_lite import multihost
+from t5x_lite.apps.common import adapter_base
 from t5x_lite.apps.common import starting_point
 from t5x_lite.apps.train.open_run import OpenRun
 from t5x_lite.errors import (
@@ -55,7 +56,9 @@ class TrainSaves:
     self._run_cfg = run.cfg
     self._cfg = run.cfg.checkpoint_cfg.save
     # Checkpoints have the trained parameters and this identity of the others; None: all parameters.
-    self._base = starting_point.identify_base(run.start, run.cfg.model, run.cfg.checkpoint_cfg)
+    self._base = None
+    if run.is_saved_apart:
+      self._base = adapter_base.identify(run.start)
     self._trainer = run.trainer
     self._evaluations = run.evaluations
     self._batches = run.batches
@@ -143,18 +146,24 @@ class TrainSaves:
       SaveError: this save failed, and as many before it as the configuration allows.
     """
     trainer = self._trainer
-    tests = trainer.non_finite.policy.tests
-    if tests and not trainer.non_finite.test_state(trainer.step, trainer.step_state.state_dict()):
-      return
+    part = None
+    if self._base is not None and self._has_base():
+      part = adapter_base.trained_part(trainer.step_state, self._run_cfg.model.adapter)
+    if trainer.non_finite.policy.tests:
+      tested = trainer.step_state if part is None else part
+      if not trainer.non_finite.test_state(trainer.step, tested.state_dict()):
+        return
+      del tested  # so that arrays of `step_state` are freed one by one
     start = self._saved_at = time.monotonic()
     for policy in self._cfg.policies:
       if isinstance(policy, checkpoints.OnRequest):
         policy.done()
-    state = trainer.train_state.state_dict()
     size = ''
     metadata = {}
-    if self._base is not None and self._has_base():
-      state = checkpoints.without_base(state, self._run_cfg.model.adapter.is_trained)
+    if part is None:
+      state = trainer.train_state.state_dict()
+    else:
+      state = adapter_base.arrays_to_save(part, trainer.stacked_layers)
       num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
       size = f' (adapter, {num_bytes / 2**20:,.1f} MiB; base {_shown_path(self._base["path"])})'
       metadata['base'] = self._base
@@ -185,7 +194,7 @@ class TrainSaves:
     # Evaluation parameters may be an average, which does not show that the parameters are finite.
     is_sound = False
     if is_last and losses and all(map(math.isfinite, losses)):
-      is_sound = not trainer.train_state.evaluates_other_params
+      is_sound = not self._run.state_shape.evaluates_other_params
     step = trainer.step
     name = os.path.basename(self._manager.checkpoint_path(step))
     self._run.events.emit('save_begun', checkpoint=step)
@@ -208,8 +217,8 @@ class TrainSaves:
         metadata={
           'run': facts,
           **starting_point.layout_metadata(self._run_cfg.model),
-          **starting_point.adapter_metadata(self._run_cfg.model, self._run.state_shape),
-          **starting_point.optimizer_metadata(trainer.train_state),
+          **adapter_base.metadata_of(self._run_cfg.model, self._run.state_shape),
+          **starting_point.optimizer_metadata(self._run.state_shape),
           **metadata,
         },
         is_sound=is_sound,

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from t5x_lite import checks
 from t5x_lite import errors
-from t5x_lite.checkpoints import discovery
 from t5x_lite.checkpoints import sources
 from t5x_lite.checkpoints.builders import base
 from t5x_lite.checkpoints.builders.changing import in_layout_of_model
@@ -56,9 +55,7 @@ class Adapter(base.StateBuilder):
 
   path: str
 
-  KEEPS_BASE: ClassVar[bool] = (
-    True  # `starting_point.check_base` compares what it replaces with what is trained
-  )
+  KEEPS_BASE: ClassVar[bool] = True  # a run compares what it replaces with what it trains
 
   def __post_init__(self):
     checks.check('Adapter', vars(self), path=base.PATH)
@@ -71,9 +68,15 @@ class Adapter(base.StateBuilder):
   def build(self, state: base.BuiltState, target: base.TargetState) -> base.BuiltState:
     """See `StateBuilder.build`."""
     names = _adapter_names(target, 'Adapter')
-    source, stored = self.open(target.wanted)
+    source = self.open(target.wanted)
     if target.has_values:
       source.verify()
+    also_trained = [base.PARAMS + path for path in source.metadata['adapter']['also_train']]
+    stored = {
+      name: array
+      for name, array in lazy_arrays.stored(source).items()
+      if name in also_trained or name.startswith(base.PARAMS) and transforms.is_of_adapter(name)
+    }
     part = in_layout_of_model(base.BuiltState(arrays=stored), target)
     transforms.check_fit(
       {name: array for name, array in part.arrays.items() if transforms.is_of_adapter(name)},
@@ -86,8 +89,8 @@ class Adapter(base.StateBuilder):
     kept = state.without(*base.FROM_PARAMS)
     return kept.replace(arrays={**kept.arrays, **part.arrays})
 
-  def open(self, model: Mapping[str, Any]) -> tuple[sources.StateSource, dict[str, Any]]:
-    """Return the opened checkpoint, and its arrays that `build` takes by name.
+  def open(self, model: Mapping[str, Any]) -> sources.StateSource:
+    """Return the opened checkpoint or folder, without its base.
 
     Args:
       model: shape of each array of the model's state by name.
@@ -95,36 +98,18 @@ class Adapter(base.StateBuilder):
     Raises:
       CheckpointError: it has no adapter, or a folder of PEFT has one of another model.
     """
+    # It imports the configuration, which has builders.
+    from t5x_lite.checkpoints.restoring import choice
+
     if sources.is_adapter(self.path):
-      source = sources.open_peft(self.path, model, 'the base')
-    else:
-      source = sources.open_adapter(self._checkpoint())
-    # Without a base, the checkpoint contains all parameters, or the adapter alone.
-    is_alone = source.manifest is not None and 'base' in source.manifest.metadata
-    stored = {
-      name: array
-      for name, array in lazy_arrays.stored(source).items()
-      if name.startswith(base.PARAMS) and (is_alone or transforms.is_of_adapter(name))
-    }
-    if not any(map(transforms.is_of_adapter, stored)):
+      return sources.open_peft(self.path, model, 'the base')
+    source = sources.open_source(choice.newest_of(self.path)).own
+    if 'adapter' not in source.metadata:
       raise errors.CheckpointError(
         f'`Adapter.path` must be a checkpoint with an adapter, got {source.path!r} without one. Use '
         'builders.NewAdapter, or give the path of a run with an adapter.'
       )
-    return source, stored
-
-  def _checkpoint(self) -> str:
-    """Return the path of one checkpoint."""
-    from t5x_lite.checkpoints.restoring import (
-      choice,
-    )  # it imports the configuration, which has builders
-
-    if sources.detect_format(sources.folder_of(self.path)) is not None:
-      return self.path
-    step = choice.newest_sound_step(self.path)
-    if step is None:
-      return self.path
-    return discovery.get_checkpoint_dir(self.path, step)
+    return source
 
 
 def initial_adapter(path: str | None = None) -> base.StateBuilder:

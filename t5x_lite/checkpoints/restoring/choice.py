@@ -151,6 +151,23 @@ def _below(path: str, mode: str) -> list[str]:
   return []
 
 
+def newest_of(path: str) -> str:
+  """Return the newest checkpoint of a run directory, the newest sound one of t5x_lite's; any other path unchanged.
+
+  Args:
+    path: a run directory, a stored state in any format, or an index file in it.
+  """
+  path = sources.folder_of(path)
+  step = None
+  if sources.detect_format(path) is None and discovery.all_steps(path):
+    step = newest_sound_step(path)
+  elif sources.detect_format(path) is None:
+    step = newest_of_others(path)
+  if step is None:
+    return path
+  return discovery.get_checkpoint_dir(path, step)
+
+
 def newest_of_others(checkpoints_dir: discovery.PathLike) -> int | None:
   """Return the newest step of the readable checkpoints of other programs, or None.
 

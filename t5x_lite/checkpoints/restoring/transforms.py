@@ -551,13 +551,6 @@ class ParameterInfo:
   dtype: Any
 
 
-def without_base(state: StateDict, is_trained_fn: Callable[[str], bool]) -> dict[str, Any]:
-  """Return a state with only those parameters for whose '/'-joined paths `is_trained_fn` is true."""
-  params = tree_utils.flatten_dict(state['target'])
-  trained = {path: leaf for path, leaf in params.items() if is_trained_fn(path)}
-  return dict(state) | {'target': tree_utils.unflatten_dict(trained)}
-
-
 def transform_saved(state: StateDict, fns: Sequence[SaveStateTransformationFn]) -> dict[str, Any]:
   """Return the arrays to save by name, after the functions of `SaveCheckpointConfig.state_transformation_fns`."""
   # Numbers become arrays; None and empty nodes are not stored, since the target state has them at restore.

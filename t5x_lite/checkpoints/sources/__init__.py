@@ -18,7 +18,6 @@ from t5x_lite.checkpoints.sources.detect import check_readable
 from t5x_lite.checkpoints.sources.detect import detect_format
 from t5x_lite.checkpoints.sources.detect import folder_of
 from t5x_lite.checkpoints.sources.detect import is_adapter
-from t5x_lite.checkpoints.sources.detect import open_adapter
 from t5x_lite.checkpoints.sources.detect import open_peft
 from t5x_lite.checkpoints.sources.detect import open_source
 from t5x_lite.checkpoints.sources.detect import recorded_base
@@ -51,7 +50,6 @@ __all__ = (
   'identify_base',
   'is_adapter',
   'layout_of',
-  'open_adapter',
   'open_peft',
   'open_source',
   'recorded_base',

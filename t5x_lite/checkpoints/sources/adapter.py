@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from t5x_lite.checkpoints import manifest as manifest_lib
-from t5x_lite.checkpoints import state_io
 from t5x_lite.checkpoints.sources import base
 from t5x_lite.checkpoints.sources import base_identity
 from t5x_lite.networks import layout_plan
@@ -73,18 +72,22 @@ class AdapterSource(base.StateSource):
   def _of_base(self) -> dict[str, layout_plan.PlannedArray]:
     """Name -> plan of each parameter of the base in the layout of the checkpoint; inputs are paths in the base."""
     stored = self._stored
-    layout = self.own.metadata.get('param_layout')
-    network = self.own.metadata.get('network') or {}
-    if layout is None or base.layout_of(self.base.shapes()) is None:
+    if self._has_layout_of_base:
       planned = {name: layout_plan.unchanged(name, leaf) for name, leaf in stored.items()}
     else:
+      network = self.own.metadata.get('network') or {}
       planned = layout_plan.plan(
         stored,
-        layout,
+        self.own.metadata['param_layout'],
         relpos_per_layer=self._has_tables_per_layer,
         heads=network.get('num_heads'),
       )
     return {_PARAMS + name: plan for name, plan in planned.items()}
+
+  @functools.cached_property
+  def _has_layout_of_base(self) -> bool:
+    own = self.own.metadata.get('param_layout')
+    return own is None or base.layout_of(self.base.shapes()) in (None, own)
 
   def shapes(self) -> base.Shapes:
     """See `StateSource`."""
@@ -106,22 +109,14 @@ class AdapterSource(base.StateSource):
   def read(self, wanted: base.Wanted) -> dict[str, jax.Array | np.ndarray]:
     """See `StateSource`."""
     own = {name: how for name, how in wanted.items() if name in self.own.shapes()}
-    plans = {name: self._of_base[name] for name in wanted if name not in own}
-    unchanged = {
-      name: wanted[name]
-      for name, plan in plans.items()
-      if plan.inputs == (name.removeprefix(_PARAMS),)
-    }
+    others = {name: how for name, how in wanted.items() if name not in own}
     result = {}
     if own:
       result |= self.own.read(own)
-    if unchanged:
-      result |= self.base.read(unchanged)
-    for name in plans:
-      if name not in unchanged:
-        dtype, sharding = wanted[name]
-        spec = jax.ShapeDtypeStruct(plans[name].shape, dtype)
-        result |= state_io.place({name: self.read_array(name)}, {name: spec}, {name: sharding})
+    if others and self._has_layout_of_base:
+      result |= self.base.read(others)
+    elif others:
+      result |= super().read(others)
     return {name: result[name] for name in wanted}
 
   @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 import hashlib
 import json
 import os
@@ -22,10 +22,8 @@ ENTRY = 'base'
 _BLOCK_BYTES = 4096
 _NUM_BLOCKS = 512
 _SHOWN_DIGITS = 16
-_REMEDY = (
-  'if the base is in another folder, give its path: to resume training, --gin.INITIAL_CHECKPOINT_PATH=PATH, and '
-  'otherwise --gin.checkpoints.RestoreCheckpointConfig.base_path=PATH.'
-)
+# What to do if the base is not in the recorded folder.
+REMEDY = 'if the base is in another folder, give its path: --gin.INITIAL_CHECKPOINT_PATH=PATH, for convert --base=PATH.'
 
 
 def identify(source: base.StateSource, path: str) -> dict[str, str]:
@@ -43,50 +41,36 @@ def identify(source: base.StateSource, path: str) -> dict[str, str]:
   return {
     'path': recorded_path(path),
     'format': source.format,
-    'sha256': _content_hash(source),
-    'index_sha256': _index_hash(source),
+    **{name: hash_fn(source) for name, hash_fn in _HASHES.items()},
   }
 
 
-def open_base(
-  recorded: Mapping[str, str],
-  owner: str,
-  open_fn: Callable[[str], base.StateSource],
-  *,
-  all_bytes: bool = False,
-) -> base.StateSource:
-  """Open the base of an adapter and compare it with the recorded one.
+def check(
+  source: base.StateSource, recorded: Mapping[str, str], owner: str, *, all_bytes: bool = False
+) -> None:
+  """Raise if an opened base is not the recorded one.
 
   Args:
+    source: the opened base.
     recorded: result of `identify`; 'path' may be another one.
     owner: the adapter's checkpoint or run, for messages.
-    open_fn: opens a folder.
     all_bytes: whether to read and compare all bytes, instead of sizes, index and some blocks of each file.
 
   Raises:
-    CheckpointError: the base is missing, or another one; the message has both hashes.
+    CheckpointError: it is another one; the message has both hashes.
     CheckpointDamagedError: with `all_bytes`, a file differs from its hash in the manifest.
   """
-  path = recorded['path']
-  if not hub.is_name(path) and not files.path(path).is_dir():
-    raise errors.CheckpointError(
-      f'The base of the adapter {owner!r} must be in {path!r}, got a missing folder. Move it there, or {_REMEDY}'
-    )
-  source = open_fn(path)
+  name = 'index_sha256'
   if all_bytes:
     source.verify()
     name = 'sha256'
-    found = _content_hash(source)
-  else:
-    name = 'index_sha256'
-    found = _index_hash(source)
+  found = _HASHES[name](source)
   if found != recorded[name]:
     raise errors.CheckpointError(
       f'The base of the adapter {owner!r} must be the model that it was trained with, of {name} '
-      f'{recorded[name][:_SHOWN_DIGITS]}, got {path!r} of {name} {found[:_SHOWN_DIGITS]}. '
-      f'If this base was changed, restore its former files; {_REMEDY}'
+      f'{recorded[name][:_SHOWN_DIGITS]}, got {source.path!r} of {name} {found[:_SHOWN_DIGITS]}. '
+      f'If this base was changed, restore its former files; {REMEDY}'
     )
-  return source
 
 
 def recorded_path(path: str) -> str:
@@ -113,23 +97,18 @@ def _index_hash(source: base.StateSource) -> str:
   if found is None:
     num_blocks = max(1, _NUM_BLOCKS // max(1, len(sizes)))
     root = files.path(source.path)
-    paths = [untrusted.check_file(root, name) for name in sizes]
-    by_path = dict(zip(map(str, paths), sizes.values(), strict=True))
-    blocks = files.each(lambda path: _hash_of_blocks(path, by_path[str(path)], num_blocks), paths)
+    paths = {untrusted.check_file(root, name): size for name, size in sizes.items()}
+    blocks = files.each(lambda path: _hash_of_blocks(path, paths[path], num_blocks), list(paths))
     return _hash(source, [sizes, blocks])
-  # Retention may drop the position in the data, and with it the entries of its files.
-  hashes = {
-    name: found.files[name]
-    for name in found.files
-    if name.startswith(f'{discovery.STATE_DIRNAME}/')
-  }
-  lost = [name for name in hashes if sizes.get(name) != hashes[name]['bytes']]
-  if lost:
-    raise errors.CheckpointDamagedError(
-      f'The checkpoint {source.path!r} is damaged: {lost[0]} has {sizes.get(lost[0])} bytes instead of '
-      f'{hashes[lost[0]]["bytes"]}. Copy it again.'
-    )
+  hashes = {}
+  for name, entry in found.files.items():
+    # Retention may drop the position in the data, and with it the entries of its files.
+    if name.startswith(f'{discovery.STATE_DIRNAME}/'):
+      hashes[name] = [entry['sha256'], sizes.get(name)]
   return _hash(source, {'files': hashes, 'base': found.metadata.get(ENTRY, {}).get('sha256')})
+
+
+_HASHES = {'sha256': _content_hash, 'index_sha256': _index_hash}
 
 
 def _hash(source: base.StateSource, contents: Any) -> str:

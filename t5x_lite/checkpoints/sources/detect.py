@@ -140,7 +140,7 @@ def open_source(path: discovery.PathLike, *, base_path: str | None = None) -> ba
   Args:
     path: a folder, on a disk or in an object store, or the name of a model of the Hugging Face hub; see also
       `folder_of`.
-    base_path: folder of the base, if this is the checkpoint of an adapter; None for the recorded one.
+    base_path: path of the base if this is the checkpoint of an adapter, see `recorded_base`.
 
   Returns:
     The opened state; of an adapter's checkpoint, its arrays and those of the base.
@@ -155,17 +155,10 @@ def open_source(path: discovery.PathLike, *, base_path: str | None = None) -> ba
     check_readable(path)
     raise errors.CheckpointError(_not_a_state(files.path(path)))
   source = _SOURCES[found](path)
-  if source.manifest is None or base_identity.ENTRY not in source.manifest.metadata:
+  recorded = _recorded_base(source, base_path)
+  if recorded is None:
     return source
-  recorded = dict(source.manifest.metadata[base_identity.ENTRY])
-  if base_path is not None:
-    recorded['path'] = base_path
   return adapter.AdapterSource(source, lambda: check_base(recorded, source.path))
-
-
-def open_adapter(path: discovery.PathLike) -> base.StateSource:
-  """Open the checkpoint of an adapter without its base, or any other state; see `open_source`."""
-  return open_source(path).own
 
 
 def open_peft(
@@ -177,17 +170,45 @@ def open_peft(
   return peft.PeftSource(path, model, model_path)
 
 
-def recorded_base(path: discovery.PathLike) -> Mapping[str, str] | None:
-  """Return the identity of the base that a checkpoint records, see `identify_base`; None if it needs none."""
-  found = open_adapter(path).manifest
-  return None if found is None else found.metadata.get(base_identity.ENTRY)
+def recorded_base(
+  path: discovery.PathLike, base_path: str | None = None
+) -> Mapping[str, str] | None:
+  """Return the identity of the base that a checkpoint records, see `identify_base`; None if it needs none.
+
+  Args:
+    path: path of the checkpoint.
+    base_path: path of the base, or of the run directory with it; replaces the recorded path if it exists.
+  """
+  return _recorded_base(open_source(path).own, base_path)
+
+
+def _recorded_base(source: base.StateSource, base_path: str | None) -> dict[str, str] | None:
+  if source.manifest is None or base_identity.ENTRY not in source.manifest.metadata:
+    return None
+  recorded = dict(source.manifest.metadata[base_identity.ENTRY])
+  # A model of the hub may have a newer commit now, and a run directory newer checkpoints.
+  if base_path is None or base_path == recorded['path'].partition('@')[0]:
+    return recorded
+  given = folder_of(base_path)
+  for path in (str(files.path(given) / os.path.basename(recorded['path'])), given):
+    if files.path(path).is_dir():
+      return recorded | {'path': base_identity.recorded_path(path)}
+  return recorded
 
 
 def check_base(
   recorded: Mapping[str, str], owner: str, *, all_bytes: bool = False
 ) -> base.StateSource:
-  """Return the opened base of an adapter; raise if it is missing or has changed, see `base_identity.open_base`."""
-  return base_identity.open_base(recorded, owner, open_source, all_bytes=all_bytes)
+  """Return the opened base of an adapter; raise CheckpointError if it is missing, and see `base_identity.check`."""
+  path = recorded['path']
+  if not files.path(path).is_dir():
+    raise errors.CheckpointError(
+      f'The base of the adapter {owner!r} must be in {path!r}, got a missing folder. Move it there, or '
+      f'{base_identity.REMEDY}'
+    )
+  source = open_source(path)
+  base_identity.check(source, recorded, owner, all_bytes=all_bytes)
+  return source
 
 
 def check_readable(path: discovery.PathLike) -> None:

@@ -176,6 +176,21 @@ def test_a_run_is_merged_and_then_converted_to_every_format(tmp_path):
   _assert_merged(given.bits(folder.path), want)
 
 
+@pytest.mark.parametrize('projections', [adapters.QUERY_VALUE, adapters.ALL], ids=['qv', 'all'])
+def test_an_adapter_in_another_layout_is_merged(tmp_path, projections):
+  """Its kernels have other names and dims there, and back."""
+  run, values, named = _run(tmp_path, projections=projections)
+  want = adapters.merged(cases.SMALL, values, named, lambda _: 3, projections)
+  path = run
+  for layout in ('scalable_t5', 't5'):
+    done = convert.convert(
+      path, str(tmp_path / layout), to='t5x_lite', param_layout=layout, optimizer_state='drop'
+    )
+    path = done.path
+    folder = convert.convert(path, str(tmp_path / f'{layout}_hf'), to='hugging_face')
+    _assert_merged(given.bits(folder.path), want)
+
+
 def test_without_merge_the_adapter_is_kept(tmp_path):
   run, _, _ = _run(tmp_path)
   done = convert.convert(run, str(tmp_path / 'copy'), to='t5x_lite')

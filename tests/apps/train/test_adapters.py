@@ -65,7 +65,7 @@ def _params(path):
 
 def test_contents_of_checkpoints(run, base):
   path = run / 'checkpoint_8'
-  own = sources.open_adapter(path)
+  own = sources.open_source(path).own
   of_base = set(checkpoints.open_source(base).shapes())
   params = {name for name in own.shapes() if name.startswith('target/')}
   assert params and not params & of_base
@@ -91,7 +91,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(run, base, tmp_path, layout):
   for num_steps in (6, 8):
     adapter_run.train(tmp_path / 'run', num_steps, base=base, **options)
   toy_run.assert_same_run(whole, tmp_path / 'run', 8)
-  names = set(sources.open_adapter(whole / 'checkpoint_8').shapes())
+  names = set(sources.open_source(whole / 'checkpoint_8').own.shapes())
   has_stacks = any('/decoder/decoder/' in name for name in names)
   assert has_stacks == (layout == 'scalable_t5')
 
@@ -310,8 +310,8 @@ def _in_model_dir(base, tmp_path):
     (lambda base, tmp_path: {}, r'no RestoreCheckpointConfig\.path'),
     (_in_model_dir, 'is in MODEL_DIR'),
     (_of_base(assignment_map=[(r'target/(.*scale)', r'target/\1')]), 'assignment_map'),
-    (_of_base(_without_norm, fallback_to_scratch=True), 'lacks target/decoder/decoder_norm/scale'),
-    (_of_base(_with_another_norm, strict=False), 'also has target/decoder/another_norm/scale'),
+    (_of_base(_without_norm, fallback_to_scratch=True), 'lacks decoder/decoder_norm/scale'),
+    (_of_base(_with_another_norm, strict=False), 'also has decoder/another_norm/scale'),
     (
       _of_base(builders=[builders.NewAdapter(), builders.Reinitialize(['.*norm/scale'])]),
       'Reinitialize',
@@ -381,7 +381,7 @@ def test_unsuitable_stored_adapters(run, base, tmp_path):
     adapter_run.train(tmp_path / 'none', 3, restore=cfg)
   norms = {'also_train': ('norm/scale$',)}
   adapter_run.train(tmp_path / 'norms', 4, base=base, lora=norms)
-  own = sources.open_adapter(tmp_path / 'norms' / 'checkpoint_4').shapes()
+  own = sources.open_source(tmp_path / 'norms' / 'checkpoint_4').own.shapes()
   assert 'target/decoder/decoder_norm/scale' in own
   cfg = adapter_run.restore_cfg(base, adapter_path=str(tmp_path / 'norms'))
   with pytest.raises(ConfigError, match=r'has also trained .*scale.*also_train'):
@@ -402,6 +402,30 @@ def test_parameters_that_are_not_trained_any_more(base, tmp_path):
   ):
     adapter_run.train(tmp_path / 'with_state', 4, base=base, lora=norms)
   adapter_run.train(tmp_path / 'run', 4, base=base, lora=norms, layout=layout)
+
+
+@pytest.mark.parametrize(
+  ('parts', 'layout'),
+  [
+    (('query', 'value'), {}),
+    (('query', 'value'), {'param_layout': 'scalable_t5'}),
+    (('layers_0', 'layers_1'), {}),
+  ],
+)
+def test_kernels_with_the_factors_of_each_other(base, tmp_path, parts, layout):
+  """Kernels are compared one by one, also with an adapter in another layout."""
+
+  def lora(*alphas):
+    return {'alpha_pattern': tuple(zip(parts, alphas, strict=True))}
+
+  adapter_run.train(tmp_path / 'run', 3, base=base, lora=lora(4.0, 8.0))
+  cfg = adapter_run.restore_cfg(base, adapter_path=str(tmp_path / 'run'))
+  options = {'restore': cfg, 'layout': layout}
+  with pytest.raises(
+    CheckpointError, match=rf'adapter of \S*{parts[0]}\S* must be \[?2\.0.*got \[?4\.0'
+  ):
+    adapter_run.train(tmp_path / 'other', 3, lora=lora(8.0, 4.0), **options)
+  adapter_run.train(tmp_path / 'other', 3, lora=lora(4.0, 8.0), **options)
 
 
 def test_a_run_with_an_adapter_as_base(run, base, tmp_path):
@@ -438,7 +462,7 @@ def test_a_base_in_bfloat16(base, tmp_path):
   adapter_run.train(tmp_path / 'run', 4, base=base, lora={'base_dtype': 'bfloat16'})
   adapter_run.train(tmp_path / 'run', 5, base=base, lora={'base_dtype': 'bfloat16'})
   path = tmp_path / 'run' / 'checkpoint_5'
-  assert all(leaf.dtype != 'bfloat16' for leaf in sources.open_adapter(path).shapes().values())
+  assert all(leaf.dtype != 'bfloat16' for leaf in sources.open_source(path).own.shapes().values())
   found = _params(path)
   for name, value in _params(base).items():
     np.testing.assert_array_equal(found[name], value)
@@ -475,7 +499,7 @@ def test_evaluation_of_all_checkpoints(run, base, tmp_path):
   for step in results:
     _record(model_dir / f'checkpoint_{step}', path=str(tmp_path / 'gone'))
   arguments['output_dir'] = str(tmp_path / 'eval_of_moved')
-  with pytest.raises(CheckpointError, match=r'RestoreCheckpointConfig\.base_path=PATH'):
+  with pytest.raises(CheckpointError, match=r'INITIAL_CHECKPOINT_PATH=PATH'):
     evaluate.evaluate(
       restore_checkpoint_cfg=checkpoints.RestoreCheckpointConfig(str(model_dir)), **arguments
     )

@@ -59,7 +59,7 @@ def test_union(tmp_path):
   }.items():
     np.testing.assert_array_equal(opened.read_array(name), expected)
     np.testing.assert_array_equal(read[name], expected)
-  own = sources.open_adapter(opened.path)
+  own = sources.open_source(opened.path).own
   assert set(own.shapes()) == names - {'target/mlp/kernel'}
 
 
@@ -81,7 +81,7 @@ def test_another_base(tmp_path):
   opened = checkpoints.open_source(path)
   assert opened.step == 5  # without the base
   found = base_identity.identify(checkpoints.open_source(base), base)['index_sha256'][:16]
-  recorded = sources.open_adapter(path).metadata['base']['index_sha256'][:16]
+  recorded = sources.open_source(path).own.metadata['base']['index_sha256'][:16]
   with pytest.raises(CheckpointError) as error:
     opened.shapes()
   assert found in str(error.value) and recorded in str(error.value) and base in str(error.value)
@@ -92,12 +92,15 @@ def test_a_moved_base(tmp_path):
   path = _adapter(tmp_path, base)
   moved = str(tmp_path / 'elsewhere')
   shutil.move(base, moved)
-  with pytest.raises(
-    CheckpointError, match=r'got a missing folder.*RestoreCheckpointConfig\.base_path'
-  ):
-    checkpoints.open_source(path).shapes()
+  for given in (None, base, str(tmp_path / 'missing')):
+    with pytest.raises(
+      CheckpointError, match=r'got a missing folder.*--gin\.INITIAL_CHECKPOINT_PATH=PATH'
+    ):
+      checkpoints.open_source(path, base_path=given).shapes()
   opened = checkpoints.open_source(path, base_path=moved)
   np.testing.assert_array_equal(opened.read_array('target/mlp/kernel'), KERNEL)
+  assert sources.recorded_base(path, moved)['path'] == moved
+  assert sources.recorded_base(path)['path'] == base
 
 
 def test_a_base_that_lost_its_position_in_the_data(tmp_path):
@@ -127,7 +130,7 @@ def test_damage_of_the_base(tmp_path):
   with pytest.raises(CheckpointDamagedError, match='changed contents'):
     _compare_all_bytes(path)
   data.write_bytes(content[:-1])
-  with pytest.raises(CheckpointDamagedError, match='bytes instead of'):
+  with pytest.raises(CheckpointError, match='If this base was changed, restore its former files'):
     checkpoints.open_source(path).shapes()
 
 
@@ -137,7 +140,7 @@ def test_a_base_of_another_program(tmp_path):
   folder = pathlib.Path(_base(tmp_path, kernel))
   os.remove(folder / 'manifest.json')
   path = _adapter(tmp_path, str(folder))
-  assert sources.open_adapter(path).metadata['base']['format'] == 't5x_orbax'
+  assert sources.open_source(path).own.metadata['base']['format'] == 't5x_orbax'
   (folder / 'README.md').write_text('not a file of the arrays')
   _compare_all_bytes(path)
   data = max((f for f in folder.rglob('d/*') if f.is_file()), key=lambda f: f.stat().st_size)
