@@ -82,11 +82,11 @@ MUTANTS = (
     'tests/apps/convert/test_peft.py::test_a_base_in_the_other_layout[umt5]',
   ),
   Mutant(
-    'the_description_of_an_adapter_has_the_paths_of_another_layout',
+    'stacked_adapters_have_the_alpha_of_the_first_layer',
     't5x_lite/apps/convert/targets.py',
-    "if self.param_layout not in (None, source.metadata.get('param_layout')):",
-    'if False:',
-    'tests/apps/convert/test_peft.py::test_errors_before_anything_is_written',
+    "      if other['alpha'] != kernels[kernel]['alpha']:\n",
+    '      if False:\n',
+    'tests/apps/convert/test_peft.py::test_errors_before_anything_is_written[alphas of layers]',
   ),
   Mutant(
     'a_configuration_names_ends_that_other_modules_have',

@@ -261,14 +261,6 @@ class OwnTarget(StateTarget):
     """See `Target.with_adapter`."""
     if self.merge:
       return super().with_adapter(source, dtype)
-    if self.param_layout not in (None, source.metadata.get('param_layout')):
-      raise checks.invalid(
-        '',
-        '--param_layout',
-        'that of the source for an adapter that is not merged',
-        self.param_layout,
-        'Remove it, or add --merge.',
-      )
     return source
 
   def write(self, folder: files.Path, job: Job, make: MakeFn) -> None:
@@ -386,6 +378,16 @@ def _adapter_in_layout(adapter: Mapping[str, Any], plan: StatePlan) -> dict[str,
     stored = planned.inputs[0].removeprefix(PARAMS).replace('lora_a', 'kernel')
     kernel = path.replace('lora_a', 'kernel')
     kernels[kernel] = dict(adapter['kernels'][stored])
+    for name in planned.inputs:
+      other = adapter['kernels'][name.removeprefix(PARAMS).replace('lora_a', 'kernel')]
+      if other['alpha'] != kernels[kernel]['alpha']:
+        raise checks.invalid(
+          '',
+          '--param_layout',
+          f'that of the source for an adapter whose layers have different alphas ({name})',
+          plan.param_layout,
+          'Remove it, or add --merge.',
+        )
     if kernel != stored:
       num_inputs = len(planned.shape) - 1
       dims = 'i' * num_inputs + 'o' * (len(params[kernel].shape) - num_inputs)

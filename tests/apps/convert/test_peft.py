@@ -277,10 +277,10 @@ def _deeper_adapter(tmp_path):
       id='t5x',
     ),
     pytest.param(
-      lambda path: _run(path)[0],
-      {'to': 't5x_lite', 'param_layout': 'scalable_t5'},
-      '`--param_layout` must be that of the source for an adapter that is not merged, .* add --merge',
-      id='layout of an adapter',
+      lambda path: _run(path, alpha_pattern={'encoder.block.1.*': 3})[0],
+      {'to': 't5x_lite', 'param_layout': 'scalable_t5', 'optimizer_state': 'drop'},
+      '`--param_layout` must be that of the source for an adapter whose layers have different alphas .*layers_1',
+      id='alphas of layers',
     ),
     pytest.param(
       lambda path: _run(path, also_train=['decoder/decoder_norm/scale'])[0],
