@@ -23,7 +23,7 @@ import struct
 import sys
 import threading
 import time
-from typing import Any, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import clu.metrics
 import clu.values
@@ -492,31 +492,74 @@ class MetricsManager:
     return future
 
 
+class MetricsLine(NamedTuple):
+  """A line of a `metrics.jsonl`.
+
+  Attributes:
+    step: training step.
+    wall_time: seconds since 1970, UTC; None if the line has none.
+    numbers: metric name to number; NaN and infinity are floats.
+    arrays: metric name to list of numbers, or of lists.
+    texts: metric name to text.
+  """
+
+  step: int
+  wall_time: float | None
+  numbers: dict[str, float]
+  arrays: dict[str, list]
+  texts: dict[str, str]
+
+
+def parse_line(row: dict[str, Any] | None) -> MetricsLine | None:
+  """Return the line of a JSON object; None for an invalid one, such as a line without a step."""
+  if not _has_step(row):
+    return None
+  wall_time = row.get('wall_time')
+  line = MetricsLine(row['step'], wall_time, {}, {}, {})
+  if wall_time is not None and not isinstance(wall_time, (int, float)):
+    return None
+  for name, value in row.items():
+    if name in ('step', 'wall_time'):
+      continue
+    if isinstance(value, str) and value not in _NOT_IN_JSON:
+      line.texts[name] = value
+    elif not _is_numbers(value):
+      return None
+    elif isinstance(value, list):
+      line.arrays[name] = value
+    else:
+      line.numbers[name] = float(value) if isinstance(value, str) else value
+  return line
+
+
+def missing_lines(row: dict[str, Any] | None) -> dict[str, Any] | None:
+  """Return what the object of a line says about missing lines: 'after_step', 'to_step', 'cause'; None for others."""
+  if row is None or not isinstance(row.get('missing'), dict):
+    return None
+  return row['missing']
+
+
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   """Return the numbers in the lines of a `metrics.jsonl`, a dict for each, without incomplete lines."""
   found = []
-  for row in _rows(path):
-    numbers = {}
-    for name, value in row.items():
-      if value in _NOT_IN_JSON:
-        numbers[name] = float(value)
-      elif not isinstance(value, (list, str)):
-        numbers[name] = value
-    found.append(numbers)
+  for line in _lines(path):
+    row = {'step': line.step, **line.numbers}
+    if line.wall_time is not None:
+      row['wall_time'] = line.wall_time
+    found.append(row)
   return found
 
 
 def read_arrays(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   """Return `step` and float64 arrays by name, for each line of a `metrics.jsonl` that has arrays."""
   found = []
-  for row in _rows(path):
+  for line in _lines(path):
     arrays = {}
-    for name, value in row.items():
-      if isinstance(value, list):
-        with contextlib.suppress(ValueError):  # Lists of unequal lengths are not an array.
-          arrays[name] = np.asarray(value, np.float64)
+    for name, value in line.arrays.items():
+      with contextlib.suppress(ValueError):  # Lists of unequal lengths are not an array.
+        arrays[name] = np.asarray(value, np.float64)
     if arrays:
-      found.append({'step': row['step'], **arrays})
+      found.append({'step': line.step, **arrays})
   return found
 
 
@@ -621,7 +664,7 @@ def _keep_lines(
     for line, row in json_lines.read_file(part):
       if _has_step(row) and keep_fn(row['step']):
         kept.append(f'{line}\n')
-      elif row is not None and isinstance(row.get('missing'), dict):
+      elif row is not None and missing_lines(row) is not None:
         kept += _missing_until(line, row, last_step)
     new = ''.join(kept).encode()
     old = part.read_bytes()
@@ -659,12 +702,9 @@ def _has_step(row: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
   return row is not None and type(row.get('step')) is int and abs(row['step']) <= _MAX_STEP
 
 
-def _rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-  rows = []
-  for _, row in json_lines.read(path):
-    if _has_step(row) and all(isinstance(each, str) or _is_numbers(each) for each in row.values()):
-      rows.append(row)
-  return rows
+def _lines(path: str | os.PathLike[str]) -> list[MetricsLine]:
+  parsed = (parse_line(row) for _, row in json_lines.read(path))
+  return [line for line in parsed if line is not None]
 
 
 def _is_numbers(value: Any) -> bool:
