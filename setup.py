@@ -89,6 +89,9 @@ setuptools.setup(
     'tokenizers': ['tokenizers>=0.21'],
     'parquet': ['pyarrow>=17'],
     'plot': ['matplotlib>=3.9'],
+    # Trackers of experiments.
+    'wandb': ['wandb>=0.31'],
+    'mlflow': ['mlflow-skinny>=3'],
     # Metrics by name (data.metrics): BLEU and chrF, ROUGE.
     'metrics': ['rouge-score>=0.1.2', 'sacrebleu>=2.4'],
     'grain': ['grain>=0.2.18'],

@@ -57,6 +57,9 @@ COMMANDS: dict[str, Command] = {
     'launch', 'start several processes of a command on this machine', passes_on=True
   ),
   'plot': _command('plot', 'draw the metrics of runs'),
+  'track': _command(
+    'track', 'send a run to wandb, MLflow or TensorBoard', 't5x_lite.apps.track.track'
+  ),
   'explain_sharding': _command(
     'explain_sharding',
     'show the sharding and memory of each array of a model and its optimizer',

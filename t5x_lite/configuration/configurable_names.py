@@ -147,6 +147,8 @@ CALLED: dict[str, str] = {
   't5x_lite.partitioning.rules': 'standard_logical_axis_rules',
   't5x_lite.runtime.profiling': 'ProfileConfig',
   't5x_lite.schedules': 'create_learning_rate_scheduler linear_warmup_and_decay',
+  't5x_lite.trackers.mlflow_tracker': 'Mlflow',
+  't5x_lite.trackers.weights_and_biases': 'Wandb',
   't5x_lite.trainer.step_params': 'GaussianParamNoise',
   't5x_lite.trainer.weight_metrics': 'WeightMetricsComputer',
 }
@@ -169,6 +171,7 @@ PASSED: dict[str, str] = {
   't5x_lite.apps.infer.merge': 'merge_chunks_to_file merge_chunks_to_table',
   't5x_lite.apps.infer.run': 'infer update_measurement_series',
   't5x_lite.apps.precompile.run': 'precompile',
+  't5x_lite.apps.track.run': 'track',
   't5x_lite.apps.train.run': 'train',
   't5x_lite.checkpoints.t5x.checkpointer': (
     'Checkpointer OrbaxCheckpointManagerInterface SaveBestCheckpointer'

@@ -606,7 +606,7 @@ def discard_after(
       last = step - 1
     else:
       last = step
-    _keep_lines(path, lambda found, last=last: found <= last, last_step=last)
+    keep_lines(path, lambda found, last=last: found <= last, last_step=last)
     for predictions in _files_of_predictions(path):
       if int(predictions.stem.rpartition('-')[2]) > last:
         predictions.unlink()
@@ -620,7 +620,7 @@ def discard_evaluations(folder: str | os.PathLike[str], steps: Collection[int]) 
     steps: steps to delete.
   """
   for _, path in _files_of_lines(folder):
-    _keep_lines(path, lambda found: found not in steps)
+    keep_lines(path, lambda found: found not in steps)
 
 
 def _files_of_lines(folder: str | os.PathLike[str]) -> list[tuple[str, files.Path]]:
@@ -646,7 +646,7 @@ def check_files(model_dir: str | os.PathLike[str]) -> None:
     files.check_regular(path)
 
 
-def _keep_lines(
+def keep_lines(
   path: files.Path, keep_fn: Callable[[int], bool], last_step: int | None = None
 ) -> None:
   """Keep only the lines of a file whose step `keep_fn` accepts; invalid lines are deleted.

@@ -381,7 +381,7 @@ def test_a_resumed_run_in_a_store_has_the_lines_of_an_uninterrupted_one(store, m
 
   with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
     patch.setattr(files, 'write', killed)
-    summaries._keep_lines(files.path(path), lambda step: step in (1, 3, 5))  # pylint: disable=protected-access
+    summaries.keep_lines(files.path(path), lambda step: step in (1, 3, 5))
   assert [row['step'] for row in summaries.read_metrics(path)] == [1, 2, 3, 4, 5]
   summaries.discard_after(store.root, 3)
   assert [part.name for part in files.parts(path)] == ['metrics.jsonl', 'metrics.jsonl.part-00001']

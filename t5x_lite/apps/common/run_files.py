@@ -86,21 +86,18 @@ class LineReader:
       InvalidFileError: the file is not a regular file.
       OSError: it cannot be read.
     """
+    self.check()
     for part in self._parts():
       try:
         file = _open(part)
       except FileNotFoundError:
         return
       with file:
-        if part == self._part and not self._is_unchanged(file):
-          self.rewind()
-          self.num_restarts += 1
-          yield from self.read(is_final=is_final)
-          return
         if part != self._part:
           self._part = part
           self._offset = 0
           self._tail = b''
+        file.seek(self._offset)
         while line := file.readline(_MAX_LINE):
           if not line.endswith(b'\n') and not is_final and len(line) < _MAX_LINE:
             break
@@ -109,17 +106,27 @@ class LineReader:
           self._number += 1
           yield self._number, line.removesuffix(b'\n').decode('utf-8', errors='replace')
 
-  def _parts(self) -> list[files.Path]:
-    """Return the parts that may have new lines."""
-    parts = files.parts(self.path)
-    if self._part not in parts:
-      return [self._part, *parts]  # its absence is a change
-    return parts[parts.index(self._part) :]
+  def check(self) -> bool:
+    """Return whether lines that were read before have changed or are gone; then the next call reads all lines."""
+    if not self._number:
+      return False
+    try:
+      with _open(self._part) as file:
+        file.seek(self._offset - len(self._tail))
+        if file.read(len(self._tail)) == self._tail:
+          return False
+    except FileNotFoundError:
+      pass
+    self.rewind()
+    self.num_restarts += 1
+    return True
 
-  def _is_unchanged(self, file: BinaryIO) -> bool:
-    """Return whether the lines that were read last are still there, and move to their end."""
-    file.seek(self._offset - len(self._tail))
-    return file.read(len(self._tail)) == self._tail
+  def _parts(self) -> list[files.Path]:
+    """Return the part that was read last and the parts after it."""
+    parts = files.parts(self.path)
+    if self._part in parts:
+      parts = parts[parts.index(self._part) :]
+    return parts
 
 
 def _open(part: files.Path) -> BinaryIO:
@@ -263,11 +270,15 @@ class StatusReader:
     return self._status
 
 
-def final_step(run: str | os.PathLike[str]) -> int:
-  """Return the step up to which the lines of a run that is running are final; -1 if none are.
+def final_step(run: str | os.PathLike[str], *, has_ended: bool = False) -> int:
+  """Return the step up to which the lines of a run are final; -1 if none are.
 
   No restart and no rollback writes them again: a checkpoint has the step, and a later step was finite. If evaluations
   of the step are due after a restart, the last final step is the one before.
+
+  Args:
+    run: run directory.
+    has_ended: whether the process of the run has ended, so that its last checkpoint needs no later step.
 
   Raises:
     OSError: the directory cannot be read.
@@ -277,9 +288,9 @@ def final_step(run: str | os.PathLike[str]) -> int:
     return -1
   for step in reversed(checkpoints.all_steps(run)):
     folder = checkpoints.get_checkpoint_dir(run, step)
-    if step >= last.step or discovery.is_marked_unsound(folder):
-      continue
-    return _final_step_of(folder, step)
+    is_confirmed = step < last.step or has_ended
+    if is_confirmed and not discovery.is_marked_unsound(folder):
+      return _final_step_of(folder, step)
   return -1
 
 

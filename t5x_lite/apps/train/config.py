@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 from t5x_lite import checkpoints
 from t5x_lite import checks
 from t5x_lite import runtime
+from t5x_lite import trackers as trackers_lib
 from t5x_lite.apps.common import plan as plan_lib
 from t5x_lite.apps.common.trainer_setup import RunConfig
 from t5x_lite.apps.train.step_log import LogConfig
@@ -37,6 +38,23 @@ _EVENT_FNS = checks.Expectation(
   lambda fns: callable(fns) or (isinstance(fns, (list, tuple)) and all(map(callable, fns))),
   'In gin, write [@name] without parentheses.',
 ).or_none()
+
+_TRACKERS = checks.Expectation(
+  f'a list of different ones of {", ".join(map(repr, trackers_lib.TRACKERS))} and objects of trackers.Tracker',
+  lambda given: (
+    not isinstance(given, str) and len(set(map(_tracker_name, given))) == len(tuple(given))
+  ),
+  "In gin, write ['wandb'] or [@trackers.Wandb()].",
+)
+
+
+def _tracker_name(tracker: Any) -> str:
+  """Return the name of a tracker; raise TypeError for anything else."""
+  if tracker in trackers_lib.TRACKERS:
+    return tracker
+  if isinstance(tracker, trackers_lib.Tracker):
+    return tracker.name
+  raise TypeError(f'{tracker!r} is not a tracker')
 
 
 def _steps(at_least: int) -> checks.Expectation:
@@ -91,6 +109,9 @@ class TrainConfig(RunConfig):
     event_fns: a function or a list of functions that are called with each event of the run, a `runtime.Event`, in every
       process; the lead process also writes it to `model_dir/events.jsonl`. Training waits for them, so they should
       return at once. Their exceptions do not end the run.
+    trackers: trackers of experiments, to which a thread of the lead process sends metrics, configuration and
+      predictions: 'wandb', 'mlflow', 'tensorboard', or objects such as `trackers.Wandb(project='mine')`. Training does
+      not wait for them; after its end they have 30 s together, and a warning has the command that sends the rest.
     verify_base: compare all bytes of the base of the adapter with those that it was first trained with, when the run
       resumes; otherwise sizes, index and some blocks of each file.
     dry_run: print the plan of the run without training.
@@ -125,6 +146,7 @@ class TrainConfig(RunConfig):
   event_fns: Callable[[runtime.Event], None] | Sequence[Callable[[runtime.Event], None]] | None = (
     None
   )
+  trackers: Sequence[str | trackers_lib.Tracker] = ()
   verify_base: bool = False
   dry_run: bool = False
 
@@ -156,6 +178,7 @@ class TrainConfig(RunConfig):
       gc_period=checks.number(at_least=0, integer=True),
       max_batch_seconds=_SECONDS,
       event_fns=_EVENT_FNS,
+      trackers=_TRACKERS,
       max_store_seconds=checks.number(above=0),
     )
     if state_init.adapter_of(self.model) is None:

@@ -16,6 +16,7 @@ import jax
 from t5x_lite import checkpoints
 from t5x_lite import multihost
 from t5x_lite import runtime
+from t5x_lite import trackers
 from t5x_lite.apps.common import adapter_base
 from t5x_lite.apps.common import memory as memory_lib
 from t5x_lite.apps.common import plan as plan_lib
@@ -44,6 +45,7 @@ class OpenRun(contextlib.AbstractContextManager):
     cfg: configuration; the path of the directory has no links.
     stack: closes the parts of the run.
     signals: stop signals.
+    trackers: threads that send the results to trackers; without any on other processes than the lead.
     progress: log and progress line.
     events: log of the run's events.
     watchdog: notified of each step.
@@ -107,6 +109,9 @@ class OpenRun(contextlib.AbstractContextManager):
     )
     stack.callback(self.progress.clear)
     stack.enter_context(self.progress.above_line())
+    # Left after the events, whose last one tells the trackers how the run has ended.
+    given = [trackers.make_tracker(each) for each in cfg.trackers if multihost.is_lead()]
+    self.trackers = stack.enter_context(trackers.FollowerThreads(cfg.model_dir, given))
     # Before the events, so that signals during the hooks of the first and the last event stop the run as usual.
     self.signals = stack.enter_context(runtime.StopSignals('ending before the first step'))
     self.events = runtime.EventLog(

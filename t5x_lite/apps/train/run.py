@@ -224,6 +224,7 @@ def _begin_files(run: OpenRun, last_step: float, *, redo_evaluation: bool) -> No
     report.report_truncation(run.data.sample_truncation_fn, run.progress.log, manager, start.step)
   if cfg.summarize_config_fn is not None:
     cfg.summarize_config_fn(cfg.model_dir, manager.summary_writer, start.step)
+  run.trackers.start()
 
 
 def _first_data_state(run: OpenRun) -> Any:
