@@ -14,7 +14,7 @@ RUN ?= runs/keyword_cloze
 RECIPE ?= recipes/keyword_cloze.gin
 # Each worker of the tests takes up to 3 GB and has 8 virtual devices; more than cores do not help.
 WORKERS ?= 2
-# Emulators of object stores: `no` goes without them.
+# Emulators of object stores, and trackers: `no` goes without them.
 STORES ?= yes
 ARGS ?=
 
@@ -214,14 +214,14 @@ $(STAMP): setup.py pyproject.toml $(wildcard requirements/lock-3.*.txt)
 	fi
 	@echo '$(CURDIR)' > $(STAMP)
 
-# Where this fails, the tests of object stores are skipped and the next `make test` tries again.
+# Where this fails, the tests of object stores and of trackers are skipped and the next `make test` tries again.
 $(STORES_STAMP): $(STAMP) requirements/lock-stores.txt
 	@if [ '$(STORES)' = no ]; then \
-	  echo 'STORES=no: the tests of object stores are skipped where the emulators are not installed.'; exit 0; fi; \
-	echo 'Adding emulators of object stores (95 MB; `make STORES=no $(MAKECMDGOALS)` goes without them)'; \
+	  echo 'STORES=no: the tests of object stores and trackers are skipped where these are not installed.'; exit 0; fi; \
+	echo 'Adding emulators of object stores, and trackers (250 MB; `make STORES=no $(MAKECMDGOALS)` goes without them)'; \
 	if $(PY) -m pip install -q --no-compile --disable-pip-version-check --no-deps -r requirements/lock-stores.txt; \
 	  then touch $@; else \
-	  echo 'The emulators could not be installed: the tests of object stores are skipped.' >&2; test -z "$$CI"; fi
+	  echo 'They could not be installed: the tests of object stores and trackers are skipped.' >&2; test -z "$$CI"; fi
 
 $(DOCS_STAMP): $(STAMP) requirements/lock-docs.txt
 	$(PY) -m pip install -q --no-compile --disable-pip-version-check --no-deps -r requirements/lock-docs.txt

@@ -111,16 +111,19 @@ setuptools.setup(
       'setuptools>=77',  # tests/test_packaging.py builds without downloading it
       'safetensors>=0.5',  # the reference that our own reading and writing are compared with
     ],
-    # The object stores that tests/stores.py emulates, and tokenizers; the lock is requirements/lock-stores.txt.
+    # The object stores that tests/stores.py emulates, tokenizers and trackers; the lock is
+    # requirements/lock-stores.txt.
     'test-stores': [
       'flask>=3',  # with flask-cors, what moto's server needs for S3; its extra `server` brings 60 MB more
       'flask-cors>=5',
       'gcp-storage-emulator>=2026.7',
       'gcsfs>=2025.1',
       'huggingface_hub>=1.0',
+      'mlflow-skinny>=3',
       'moto[s3]>=5',
       's3fs>=2025.1',
       'tokenizers>=0.21',
+      'wandb>=0.31',
     ],
     # `make test-interop`, in an environment without TensorFlow; the lock is requirements/lock-interop.txt.
     'test-interop': [

@@ -291,7 +291,7 @@ class Follower:
     identity = self._status.read().identity
     try:
       content = untrusted.read_regular(self._path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
       return _Position(run_id=uuid.uuid4().hex[:16], run=identity, step=-1)
     remedy = 'Delete it to send the run again, as a new one.'
     row = untrusted.parse_object(content, str(self._path), remedy)
