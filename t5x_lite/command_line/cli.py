@@ -74,6 +74,8 @@ _QUIET_ENVIRONMENT = {
   'ABSL_MIN_LOG_LEVEL': '3',
   'TF_ENABLE_ONEDNN_OPTS': '0',
 }
+# First parts of the names of threads for which the program does not wait.
+_ABANDONED_THREADS = ('t5x_lite-data', 't5x_lite-compilation', 't5x_lite-tracker')
 # Commands that compute for long.
 _COMPUTING = ('train', 'eval', 'infer')
 _LOG_LEVELS = ('debug', 'info', 'warning', 'error')
@@ -294,10 +296,10 @@ def run_program(may_restart: bool = False) -> NoReturn:
     status = ending.status
   if 't5x_lite.runtime.cluster' in sys.modules:
     sys.modules['t5x_lite.runtime.cluster'].end(status)
-  # Python would wait for threads of a stalled source, and of a run that ended while its step was compiled. Everything
-  # else is closed.
+  # Python would wait for threads of a stalled source, of a run that ended while its step was compiled, and for what a
+  # tracker that does not answer has started. Everything else is closed.
   names = [thread.name for thread in threading.enumerate()]
-  if any(name.startswith(('t5x_lite-data', 't5x_lite-compilation')) for name in names):
+  if any(name.startswith(_ABANDONED_THREADS) for name in names):
     for stream in (sys.stdout, sys.stderr):
       with contextlib.suppress(AttributeError, OSError, ValueError):
         stream.flush()

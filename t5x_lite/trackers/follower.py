@@ -127,7 +127,9 @@ class Follower:
     checks.check(
       type(tracker).__name__,
       {'name': getattr(tracker, 'name', None)},
-      name=checks.Expectation("letters, digits, '-' and '_'", lambda name: _NAME.fullmatch(name) is not None),
+      name=checks.Expectation(
+        "letters, digits, '-' and '_'", lambda name: _NAME.fullmatch(name) is not None
+      ),
     )
     self._run = files.path(run)
     self._tracker = tracker

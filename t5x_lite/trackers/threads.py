@@ -56,7 +56,8 @@ class FollowerThreads(contextlib.AbstractContextManager):
     self._poll_seconds = poll_seconds
     self._end_seconds = end_seconds
     self._run_has_ended = threading.Event()
-    self._threads: list[tuple[Tracker, threading.Thread]] = []
+    # Whether the last attempt of each started tracker has ended.
+    self._ended: dict[str, threading.Event] = {}
     self._done: set[str] = set()
     # Last error of each tracker.
     self._errors: dict[str, str] = {}
@@ -64,19 +65,19 @@ class FollowerThreads(contextlib.AbstractContextManager):
   def start(self) -> None:
     """Start the threads, once the run has discarded the results that it writes again."""
     for tracker in self._trackers:
+      self._ended[tracker.name] = threading.Event()
       thread = threading.Thread(
-        target=self._follow, args=(tracker,), name=f't5x_lite-{tracker.name}', daemon=True
+        target=self._follow, args=(tracker,), name=f't5x_lite-tracker-{tracker.name}', daemon=True
       )
-      self._threads.append((tracker, thread))
       thread.start()
 
   def __exit__(self, *exc_info) -> None:
     self._run_has_ended.set()
     deadline = time.monotonic() + self._end_seconds
-    for _, thread in self._threads:
-      thread.join(max(0.0, deadline - time.monotonic()))
-    for tracker, _ in self._threads:
-      if tracker.name not in self._done:
+    for ended in self._ended.values():
+      ended.wait(max(0.0, deadline - time.monotonic()))
+    for tracker in self._trackers:
+      if tracker.name in self._ended and tracker.name not in self._done:
         error = self._errors.get(tracker.name, f'it had {self._end_seconds:g} s after the end')
         _logger.warning(
           'The tracker %s does not have all results of the run: %s. To send the rest:\n  %s',
@@ -112,6 +113,10 @@ class FollowerThreads(contextlib.AbstractContextManager):
             self._errors[tracker.name],
           )
       self._run_has_ended.wait(delay(num_errors, self._poll_seconds))
+    self._ended[tracker.name].set()
+    if tracker.name not in self._done:
+      # What the tracker has started could block the end of the program, which does not wait for this thread.
+      threading.Event().wait()
 
 
 def _command(run: str, tracker: Tracker) -> str:

@@ -357,9 +357,7 @@ _FOLLOW = textwrap.dedent("""
 """)
 
 
-@pytest.mark.parametrize(
-  'num_kills', [3, pytest.param(20, marks=pytest.mark.full, id='20 kills')]
-)
+@pytest.mark.parametrize('num_kills', [3, pytest.param(20, marks=pytest.mark.full, id='20 kills')])
 @pytest.mark.parametrize('knows_last_step', ['yes', 'no'])
 def test_a_follower_that_is_killed_at_random_points_loses_nothing(
   run, tracker, knows_last_step, num_kills

@@ -310,13 +310,15 @@ def _final_step_of(folder: str, step: int) -> int:
 def configuration(run: str | os.PathLike[str]) -> dict[str, str]:
   """Return the values of a run's `config.gin` as text, by name; nothing is imported.
 
-  A path outside of the run is its last component, one in the run is relative to it, and a secret is `***`. Empty, with
-  a warning, if the file is missing or invalid.
+  A path outside of the run is its last component, one in the run is relative to it, and a secret is `***`. Empty if
+  there is no file, as for a run of a Python program, and with a warning if it is invalid.
   """
   path = files.path(run) / CONFIG_FILE
   try:
     text = untrusted.read_limited(files.path(run), CONFIG_FILE).decode('utf-8', errors='replace')
     bindings = syntax.bindings_of([syntax.read_text(text, str(path))])
+  except FileNotFoundError:
+    return {}
   except (OSError, CheckpointError, ConfigError) as error:
     _logger.warning('The configuration of %s is unknown: %s', os.fspath(run), error)
     return {}
