@@ -110,7 +110,8 @@ BENCHMARKS := \
   own_files \
   remat \
   safety \
-  shampoo
+  shampoo \
+  trackers
 
 .PHONY: help train test test-fast test-full test-interop test-t5x lint format types mutants soak bench docs dist locks clean
 

@@ -11,6 +11,7 @@ from tests.mutation import optimizers
 from tests.mutation import processes
 from tests.mutation import sharding
 from tests.mutation import stores
+from tests.mutation import trackers
 from tests.mutation import training
 
 MUTANTS = (
@@ -25,5 +26,6 @@ MUTANTS = (
   *moe.MUTANTS,
   *processes.MUTANTS,
   *stores.MUTANTS,
+  *trackers.MUTANTS,
   *multiprocess.MUTANTS,
 )

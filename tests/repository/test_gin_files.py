@@ -53,7 +53,7 @@ _COMPANIONS = {
   'adapters': lambda name: ['recipes/keyword_cloze.gin', name],
 }
 # Runs of other commands, tested with these.
-_OTHER_RUNS = ('runs/eval', 'runs/export', 'runs/infer')
+_OTHER_RUNS = ('runs/eval', 'runs/export', 'runs/infer', 'runs/track')
 # Included by all models of an architecture, and none themselves.
 _SHARED = (
   'models/encoder_decoder.gin',

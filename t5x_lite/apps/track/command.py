@@ -50,12 +50,10 @@ def run_command(invocation: Invocation) -> int:
       f'Exactly one of --to and --gin.TRACKER must choose a tracker, got {got or "neither"}. Pass one of '
       f'{", ".join(f"--to={name}" for name in _TRACKERS)}.'
     )
-  placeholders = {}
   text = f'{_HEADER}track_script.track.run = {flags.run!r}\n'
   if flags.to is not None:
-    placeholders['TRACKER'] = 'None'
     text += f'TRACKER = @trackers.{_TRACKERS[flags.to]}()\n'
   invocation = invocation._replace(gin_files=[_RUN_FILE, *invocation.gin_files])
-  configuration = load_configuration(invocation, placeholders, text)
+  configuration = load_configuration(invocation, overrides=text)
   show(configuration.call(once=flags.once, state_dir=flags.state_dir))
   return ExitCode.OK
