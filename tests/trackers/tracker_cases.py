@@ -64,7 +64,7 @@ def read(path):
   """Returns the objects in the lines of a file; [] without one."""
   if not pathlib.Path(path).is_file():
     return []
-  return [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
+  return [json.loads(line) for line in pathlib.Path(path).read_text(encoding='utf-8').splitlines()]
 
 
 def steps(tracker):
