@@ -165,8 +165,7 @@ class Follower:
         status = self._send()
       return status
     except BaseException:
-      self._run_info = None
-      self._rewind()
+      self._run_info = None  # starts the tracker and reads the files again
       raise
 
   def finish(self, status: run_files.Status) -> None:
