@@ -24,7 +24,7 @@ _INVALID = re.compile(r'[^\w\-. :/]')
 _STATUSES = {'finished': 'FINISHED', 'failed': 'FAILED', 'interrupted': 'KILLED'}
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Mlflow(base.Tracker):
   """Sends a run to MLflow.
 

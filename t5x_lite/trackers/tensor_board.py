@@ -13,7 +13,7 @@ from t5x_lite.trackers import base
 from t5x_lite.trainer import summaries
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(kw_only=True, eq=False)
 class TensorBoard(base.Tracker):
   """Writes a run to TensorBoard events, as they come: those of steps that are repeated are purged.
 

@@ -35,7 +35,7 @@ _COLLECTS_NOTHING = {
 }
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Wandb(base.Tracker):
   """Sends a run to Weights & Biases, or with `WANDB_MODE=offline` to files for `wandb sync`.
 

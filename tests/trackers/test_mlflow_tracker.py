@@ -83,6 +83,7 @@ def test_a_server_that_does_not_answer_has_a_limited_time(run, monkeypatch, capl
   with socket.create_server(('127.0.0.1', 0)) as server:
     port = server.getsockname()[1]
     monkeypatch.setenv('MLFLOW_TRACKING_URI', f'http://127.0.0.1:{port}')
+    monkeypatch.setenv('MLFLOW_HTTP_REQUEST_MAX_RETRIES', '0')
     run.line(10)
     followers = trackers.FollowerThreads(run.path, [trackers.Mlflow()], end_seconds=1.0)
     with followers:

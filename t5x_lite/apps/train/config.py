@@ -50,10 +50,10 @@ _TRACKERS = checks.Expectation(
 
 def _tracker_name(tracker: Any) -> str:
   """Return the name of a tracker; raise TypeError for anything else."""
-  if tracker in trackers_lib.TRACKERS:
-    return tracker
   if isinstance(tracker, trackers_lib.Tracker):
     return tracker.name
+  if tracker in trackers_lib.TRACKERS:
+    return tracker
   raise TypeError(f'{tracker!r} is not a tracker')
 
 

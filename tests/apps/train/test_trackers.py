@@ -1,6 +1,8 @@
 """Runs with trackers: these get what the files of the run have, and never stop or delay the run."""
 
+import dataclasses
 import functools
+import pathlib
 import time
 
 import pytest
@@ -10,6 +12,7 @@ from t5x_lite.apps.train.config import TrainConfig
 from t5x_lite.errors import ConfigError
 from t5x_lite.trackers import threads
 from t5x_lite.trainer import actions
+from t5x_lite.trainer import summaries
 from tests.apps.train import toy_run
 from tests.trackers.tracker_cases import FileTracker
 from tests.trackers.tracker_cases import read
@@ -90,6 +93,20 @@ def test_a_dry_run_starts_no_tracker(tmp_path):
   tracker = FileTracker(tmp_path)
   toy_run.train(tmp_path / 'run', trackers=[tracker], dry_run=True)
   assert read(tracker.path) == []
+
+
+def test_names_and_objects_may_be_mixed(tmp_path):
+  @dataclasses.dataclass
+  class Mine(FileTracker):
+    path: pathlib.Path
+    run_info: trackers.RunInfo | None = None
+    knows_last_step: bool = True
+    name = 'mine'
+
+  tracker = Mine(tmp_path / 'mine.jsonl')  # without a hash
+  toy_run.train(tmp_path / 'run', trackers=[tracker, 'tensorboard'])
+  events = summaries.read_metrics(tmp_path / 'run/trackers/run/metrics.jsonl')
+  assert [row['step'] for row in events] == sorted(_sent(tracker))
 
 
 @pytest.mark.parametrize('value', ['wandb', ['wandbb'], [5], ['wandb', 'wandb'], 5])
