@@ -105,7 +105,7 @@ class FollowerThreads(contextlib.AbstractContextManager):
         num_errors += 1
         is_first = tracker.name not in self._errors
         self._errors[tracker.name] = f'{type(error).__name__}: {error}'.rstrip('.')
-        if is_first and not is_last:
+        if is_first and not self._run_has_ended.is_set():
           _logger.warning(
             'The tracker %s has failed: %s. Training continues, the results are sent later, and further errors of '
             'this tracker are not shown.',

@@ -137,7 +137,7 @@ MUTANTS = (
   Mutant(
     'each_error_of_a_tracker_is_a_warning',
     _THREADS,
-    'if is_first and not is_last:',
+    'if is_first and not self._run_has_ended.is_set():',
     'if True:',
     'tests/trackers/test_threads.py::test_a_tracker_that_fails_is_tried_again_with_one_warning',
   ),
