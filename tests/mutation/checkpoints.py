@@ -125,9 +125,9 @@ MUTANTS = (
   ),
   Mutant(
     'any_finite_value_is_drawn',
-    't5x_lite/apps/plot/drawing.py',
-    'math.isfinite(value) and abs(value) <= _LARGEST',
-    'math.isfinite(value)',
+    't5x_lite/apps/common/curves.py',
+    'np.isfinite(values) & (np.abs(values) <= _LARGEST)',
+    'np.isfinite(values)',
     'tests/apps/plot/test_run.py::test_values_at_the_limits_of_floats_are_drawn',
   ),
   Mutant(

@@ -8,6 +8,7 @@ import numpy as np
 
 from moe.tools.report.data import History
 from moe.tools.report.data import Layer
+from t5x_lite.apps.common.html_page import Card
 from t5x_lite.formatting import format_percent
 
 # A layer is unbalanced if its busiest expert has at least this multiple of an even share.
@@ -48,29 +49,12 @@ class LayerState:
   receive_drops: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Finding:
-  """One finding.
-
-  Attributes:
-    title: the topic, two or three words.
-    value: the most important number.
-    is_good: True, False, or None if the value is neither good nor bad.
-    text: the finding in sentences.
-  """
-
-  title: str
-  value: str
-  is_good: bool | None
-  text: str
-
-
 def layer_states(history: History) -> list[LayerState]:
   """Return the state of each layer at the end."""
   return [_state(history, layer) for layer in history.layers]
 
 
-def findings(history: History, states: Sequence[LayerState]) -> list[Finding]:
+def findings(history: History, states: Sequence[LayerState]) -> list[Card]:
   """Return the findings of the summary: balance, dead experts, drops, entropy."""
   found = [_balance(states), _dead(states), _drops(states), _entropy(states)]
   if any(state.receive_drops > 0 for state in states):
@@ -78,7 +62,7 @@ def findings(history: History, states: Sequence[LayerState]) -> list[Finding]:
   unknown = [s for s in states if math.isnan(s.largest)]
   if unknown:
     found.append(
-      Finding(
+      Card(
         title='Unknown',
         value=str(len(unknown)),
         is_good=False,
@@ -122,10 +106,10 @@ def _at_end(history: History, layer: Layer, name: str) -> float:
   return float(history.at_end(values))
 
 
-def _balance(states: Sequence[LayerState]) -> Finding:
+def _balance(states: Sequence[LayerState]) -> Card:
   worst = _by(states, lambda s: s.largest)
   if not worst:
-    return Finding(
+    return Card(
       title='Balance, worst layer', value='unknown', is_good=None, text='No layer recorded a load.'
     )
   first = worst[0]
@@ -136,7 +120,7 @@ def _balance(states: Sequence[LayerState]) -> Finding:
     f'{first.largest:.2f} times an even share.'
   )
   if not unbalanced:
-    return Finding(
+    return Card(
       title='Balance, worst layer',
       value=value,
       is_good=True,
@@ -146,7 +130,7 @@ def _balance(states: Sequence[LayerState]) -> Finding:
   if len(unbalanced) == 1:
     verb = 'is'
   names = _names(unbalanced, lambda s: f'{s.largest:.2f}×')
-  return Finding(
+  return Card(
     title='Balance, worst layer',
     value=value,
     is_good=False,
@@ -154,7 +138,7 @@ def _balance(states: Sequence[LayerState]) -> Finding:
   )
 
 
-def _dead(states: Sequence[LayerState]) -> Finding:
+def _dead(states: Sequence[LayerState]) -> Card:
   num_experts = sum(s.layer.num_experts for s in states)
   num_dead = sum(len(s.dead) for s in states)
   num_starved = sum(s.num_starved for s in states) - num_dead
@@ -165,7 +149,7 @@ def _dead(states: Sequence[LayerState]) -> Finding:
     starved = f'Of the {others}, {num_starved} got less than {STARVED:g} of an even share.'
     value = f'0, {num_starved} starved'
   if not num_dead:
-    return Finding(
+    return Card(
       title='Dead experts',
       value=value,
       is_good=not num_starved,
@@ -173,7 +157,7 @@ def _dead(states: Sequence[LayerState]) -> Finding:
     )
   with_dead = _by([s for s in states if s.dead], lambda s: len(s.dead))
   names = _names(with_dead, lambda s: f'{len(s.dead)} of {s.layer.num_experts}')
-  return Finding(
+  return Card(
     title='Dead experts',
     value=str(num_dead),
     is_good=False,
@@ -181,12 +165,12 @@ def _dead(states: Sequence[LayerState]) -> Finding:
   )
 
 
-def _drops(states: Sequence[LayerState]) -> Finding:
+def _drops(states: Sequence[LayerState]) -> Card:
   worst = _by(states, lambda s: s.choices_dropped)
   if not worst:
     worst = _by(states, lambda s: s.tokens_left_behind)
     if not worst:
-      return Finding(
+      return Card(
         title='Drops, worst layer', value='unknown', is_good=None, text='The run recorded no drops.'
       )
     dropped = [s.tokens_left_behind for s in worst]
@@ -195,7 +179,7 @@ def _drops(states: Sequence[LayerState]) -> Finding:
     dropped = [s.choices_dropped for s in worst]
     what = 'choices were dropped because a buffer was full'
   if dropped[0] == 0:
-    return Finding(
+    return Card(
       title='Drops, worst layer',
       value='0%',
       is_good=True,
@@ -212,15 +196,15 @@ def _drops(states: Sequence[LayerState]) -> Finding:
   if behind and what.startswith('choices'):
     mean_behind = format_percent(float(np.mean(behind)))
     text += f' {mean_behind} of the tokens were computed by no expert.'
-  return Finding(
+  return Card(
     title='Drops, worst layer', value=format_percent(dropped[0]), is_good=not high, text=text
   )
 
 
-def _entropy(states: Sequence[LayerState]) -> Finding:
+def _entropy(states: Sequence[LayerState]) -> Card:
   known = _by(states, lambda s: s.entropy)
   if not known:
-    return Finding(
+    return Card(
       title='Router entropy',
       value='unknown',
       is_good=None,
@@ -230,7 +214,7 @@ def _entropy(states: Sequence[LayerState]) -> Finding:
   least = known[-1]
   high = f'{100 * most.entropy:.0f}%'
   low = f'{100 * least.entropy:.0f}'
-  return Finding(
+  return Card(
     title='Router entropy',
     value=f'{low}–{high}',
     is_good=None,
@@ -240,11 +224,11 @@ def _entropy(states: Sequence[LayerState]) -> Finding:
   )
 
 
-def _receive_drops(states: Sequence[LayerState]) -> Finding:
+def _receive_drops(states: Sequence[LayerState]) -> Card:
   worst = _by([s for s in states if s.receive_drops > 0], lambda s: s.receive_drops)
   most = worst[0].receive_drops
   names = _names(worst, lambda s: format_percent(s.receive_drops))
-  return Finding(
+  return Card(
     title='Receive drops',
     value=format_percent(most),
     is_good=most <= HIGH_DROPS,

@@ -8,9 +8,7 @@ from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
 import fractions
-import html
 import io
-import re
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +19,6 @@ from t5x_lite.apps.common import figures
 INK = figures.INK
 MUTED = figures.MUTED
 BLANK = '#b9c0ca'
-_VARIABLES = {figures.INK: '--ink', figures.MUTED: '--muted', figures.GRID: '--grid'}
 _DPI = 144
 # Widths of figures in inches: on phones, text must not be scaled down.
 _WIDTH = 10.0
@@ -64,9 +61,8 @@ def report_style() -> Iterator[None]:
       'axes.labelsize': 8.5,
       'xtick.labelsize': 7.5,
       'ytick.labelsize': 7.5,
-      'axes.facecolor': 'none',
       'lines.linewidth': 1.3,
-      'svg.hashsalt': 'moe.report',
+      **figures.page_style('moe.report'),
     }
   ):
     yield
@@ -120,8 +116,8 @@ def finish(wide: Any, narrow: Any, *, name: str, title: str, caption: str) -> Fi
   """Convert both drawings of a figure. The title is part of the PNG; on the page it is above the figure."""
   from matplotlib.transforms import Bbox
 
-  svg = _for_page(_svg(wide), name, title)
-  narrow_svg = _for_page(_svg(narrow), f'narrow-{name}', title)
+  svg = figures.svg_element(wide, name, title)
+  narrow_svg = figures.svg_element(narrow, f'narrow-{name}', title)
   # The layout stays as it is; the title is added above it.
   wide.set_layout_engine('none')
   width, height = wide.get_size_inches()
@@ -139,31 +135,6 @@ def finish(wide: Any, narrow: Any, *, name: str, title: str, caption: str) -> Fi
   return Figure(
     name=name, title=title, caption=caption, png=png.getvalue(), svg=svg, narrow_svg=narrow_svg
   )
-
-
-def _svg(figure: Any) -> str:
-  svg = io.StringIO()
-  figure.savefig(
-    svg,
-    format='svg',
-    dpi=_DPI,
-    facecolor='none',
-    metadata={'Date': None, 'Creator': None, 'Format': None, 'Type': None},
-  )
-  return svg.getvalue()
-
-
-def _for_page(svg: str, prefix: str, title: str) -> str:
-  """Return an SVG file as an element: without XML header, with unique ids and the colours of the page's theme."""
-  svg = svg[svg.index('<svg') :].strip()
-  svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
-  svg = re.sub(r'(href="|url\()#', rf'\1#{prefix}-', svg)
-  for color, variable in _VARIABLES.items():
-    svg = svg.replace(color, f'var({variable}, {color})')
-  svg = re.sub(r'<metadata>.*?</metadata>', '', svg, flags=re.DOTALL)
-  # The page sets the width; the view box keeps the proportions.
-  head = rf'<svg \1 role="img" aria-label="{html.escape(title)}">'
-  return re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', head, svg, count=1)
 
 
 def shades(count: int) -> list[Any]:

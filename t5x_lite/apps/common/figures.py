@@ -1,8 +1,14 @@
-"""Style of the figures that commands draw with matplotlib: colours, fonts, axis limits and tick labels."""
+"""Style of the figures that commands draw with matplotlib: colours, fonts, axis limits and tick labels.
+
+`svg_element` makes the element of a page of a figure.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
+import html
+import io
 import math
+import re
 from typing import Any
 
 from t5x_lite.errors import needs_packages
@@ -12,6 +18,8 @@ MUTED = '#5b6776'
 GRID = '#d3d9e1'
 # Okabe and Ito: distinct with every form of colour blindness.
 COLORS = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#56b4e9', '#e69f00', INK)
+# Colours of text, lines and grid to the variables of a page's theme, `html_page`.
+_VARIABLES = {INK: '--ink', MUTED: '--muted', GRID: '--grid'}
 # An axis starts at 0 unless the smallest value is more than this share of the largest.
 _MAX_SHARE_BELOW_DATA = 0.5
 
@@ -62,6 +70,39 @@ def figure_style(extra: Mapping[str, Any] | None = None) -> Iterator[None]:
     params: Any = matplotlib.rcParams
     params.update(rc | dict(extra or {}))
     yield
+
+
+def page_style(salt: str) -> Mapping[str, Any]:
+  """Return rcParams of `figure_style` for SVG elements of a page; `salt` makes the ids in them the same each time."""
+  return {'axes.facecolor': 'none', 'svg.hashsalt': salt}
+
+
+def svg_element(figure: Any, name: str, title: str) -> str:
+  """Return a figure as an element of a page: without a background, with the text colours of the page's theme.
+
+  Args:
+    figure: a matplotlib figure that was drawn with `page_style`.
+    name: prefix of the ids in the element, different from those of other elements of the page.
+    title: description for readers who do not see the figure.
+  """
+  file = io.StringIO()
+  figure.savefig(
+    file,
+    format='svg',
+    dpi=144,  # of maps, which are pixels
+    facecolor='none',
+    metadata={'Date': None, 'Creator': None, 'Format': None, 'Type': None},
+  )
+  svg = file.getvalue()
+  svg = svg[svg.index('<svg') :].strip()
+  svg = re.sub(r'\bid="', f'id="{name}-', svg)
+  svg = re.sub(r'(href="|url\()#', rf'\1#{name}-', svg)
+  for color, variable in _VARIABLES.items():
+    svg = svg.replace(color, f'var({variable}, {color})')
+  svg = re.sub(r'<metadata>.*?</metadata>', '', svg, flags=re.DOTALL)
+  # The page sets the width; the view box keeps the proportions.
+  head = rf'<svg \1 role="img" aria-label="{html.escape(title)}">'
+  return re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', head, svg, count=1)
 
 
 def set_linear_limits(axes: Any, values: Sequence[float]) -> str:

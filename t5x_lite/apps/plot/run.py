@@ -6,8 +6,8 @@ import os
 import re
 
 from t5x_lite import checkpoints
+from t5x_lite.apps.common import curves
 from t5x_lite.apps.common import figures
-from t5x_lite.apps.plot import drawing
 from t5x_lite.errors import CheckpointDamagedError, ConfigError, DataError, did_you_mean
 from t5x_lite.storage import files
 from t5x_lite.storage import untrusted
@@ -80,7 +80,7 @@ def plot(
     path = path.with_suffix('.png')
   files.check_regular(path)
   with figures.figure_style():
-    figure = drawing.draw(
+    figure = curves.draw(
       runs,
       chosen,
       loss_unit=_loss_unit(model_dirs),
@@ -163,7 +163,7 @@ def read_run(model_dir: str | os.PathLike[str], first_step: int = 0) -> _Points:
   return found
 
 
-def _default_metrics(runs: Mapping[str, drawing.RunPoints], known: Sequence[str]) -> list[str]:
+def _default_metrics(runs: Mapping[str, curves.RunPoints], known: Sequence[str]) -> list[str]:
   inferred = set()
   for run in runs.values():
     for writer, points in run.items():

@@ -1,4 +1,4 @@
-"""Panels of the plot of metrics: their titles, units, lines and legends."""
+"""Panels with the curves of metrics, for plots and pages: their titles, units, lines and legends."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -7,13 +7,17 @@ import math
 import textwrap
 from typing import Any
 
+import numpy as np
+
 from t5x_lite.apps.common import figures
 from t5x_lite.formatting import capitalized
 from t5x_lite.formatting import format_cell
 
-# Writer to metric to (step, value) points.
-Points = Sequence[tuple[int, float]]
-RunPoints = Mapping[str, Mapping[str, Points]]
+# Metric to its points, float64 [n, 2] of (step, value), by writer.
+RunPoints = Mapping[str, Mapping[str, np.ndarray]]
+# Kinds of writers whose panels are next to each other.
+TRAINING = ('train',)
+EVALUATION = ('training_eval', 'inference_eval')
 
 # Maximum number of entries of a legend. If there are more lines, the last entry counts the others, which are gray.
 _MAX_LEGEND = 6
@@ -25,10 +29,14 @@ _MAX_MARKED = 12
 _MAX_COLUMNS = 3
 # Columns of a figure to the width of a panel, in inches.
 _PANEL_WIDTHS = {1: 6.4, 2: 5.2, 3: 4.3}
+# The same for phones, with one column.
+_NARROW_WIDTH = 3.9
 _PANEL_HEIGHT = 3.1
 # Longest lines of a title and of notes, in characters, for the narrowest panel.
-_TITLE_LENGTH = 44
-_NOTE_LENGTH = 58
+_TITLE_LENGTH = 40
+_NOTE_LENGTH = 52
+# Columns of pixels of a panel, of which a line has up to four points.
+_MAX_PIXELS = 300
 # Longest name of a run or task, in characters.
 _MAX_NAME = 48
 # A loss whose largest value is at least this multiple of the smallest one has a logarithmic axis.
@@ -42,11 +50,11 @@ _UNITS = {'accuracy': 'share of target tokens', 'timing/seconds': 'seconds'}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Line:
-  """The points of one run and task; `task` is '' for training."""
+  """The points of one run and task, float64 [n, 2] of (step, value); `task` is '' for training."""
 
   run: str
   task: str
-  points: Sequence[tuple[int, float]]
+  points: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +77,14 @@ class _LineStyle:
 
 
 def draw(
-  runs: Mapping[str, RunPoints], metrics: Sequence[str], *, step_label: str, loss_unit: str
+  runs: Mapping[str, RunPoints],
+  metrics: Sequence[str],
+  *,
+  step_label: str,
+  loss_unit: str,
+  sections: Sequence[Sequence[str]] = (TRAINING, EVALUATION),
+  has_title: bool = True,
+  is_narrow: bool = False,
 ) -> Any:
   """Draw the metrics of runs, training apart from evaluation; call it within `figures.figure_style`.
 
@@ -78,35 +93,49 @@ def draw(
     metrics: names to draw; each is known in at least one run.
     step_label: label of the x axes.
     loss_unit: unit of the loss, e.g. 'nats per token'.
+    sections: kinds of writers, those of a section next to each other.
+    has_title: whether the name of the run, or the number of runs, is above the panels.
+    is_narrow: for phones, with the panels below each other.
 
   Returns:
-    A matplotlib figure.
+    A matplotlib figure; None if no writer of these kinds has any of the metrics.
   """
+  panels = [_panels(runs, metrics, kinds, loss_unit) for kinds in sections]
+  panels = [section for section in panels if section]
+  if not panels:
+    return None
+  return _draw_panels(panels, list(runs), step_label, has_title, is_narrow)
+
+
+def _draw_panels(
+  sections: Sequence[Sequence[Panel]],
+  runs: Sequence[str],
+  step_label: str,
+  has_title: bool,
+  is_narrow: bool,
+) -> Any:
   from matplotlib.figure import Figure  # not pyplot: no display, no global state
 
-  sections = []
-  for kinds in (('train',), ('training_eval', 'inference_eval')):
-    section = _panels(runs, metrics, kinds, loss_unit)
-    if section:
-      sections.append(section)
-  styles = [_line_styles(section, list(runs)) for section in sections]
+  styles = [_line_styles(section, runs) for section in sections]
   header_legend = _shared_legend(styles, len(runs))
   sizes = [len(section) for section in sections]
   # A few panels fit into one row; otherwise, and if sections have legends, each section starts a new row.
-  is_one_row = sum(sizes) <= _MAX_COLUMNS and header_legend is not None
+  max_columns = 1 if is_narrow else _MAX_COLUMNS
+  is_one_row = sum(sizes) <= max_columns and header_legend is not None
   if is_one_row:
     columns = sum(sizes)
     columns_of = sizes
   else:
-    columns = min(_MAX_COLUMNS, max(sizes))
+    columns = min(max_columns, max(sizes))
     columns_of = [columns] * len(sizes)
   rows = [math.ceil(size / columns) for size in sizes]
   num_rows = 1 if is_one_row else sum(rows)
-  width = _PANEL_WIDTHS[columns] * columns
-  title = f'Comparison of {len(runs)} runs'
-  if len(runs) == 1:
-    title = _shorten(next(iter(runs)))
-  title = textwrap.wrap(title, int(8 * width))
+  width = _NARROW_WIDTH if is_narrow else _PANEL_WIDTHS[columns] * columns
+  title = []
+  if has_title and len(runs) == 1:
+    title = textwrap.wrap(_shorten(runs[0]), int(8 * width))
+  elif has_title:
+    title = textwrap.wrap(f'Comparison of {len(runs)} runs', int(8 * width))
   num_lines = len(title) + _legend_shape(header_legend or (), width)[0]
   heights = [0.1 + 0.22 * num_lines, _PANEL_HEIGHT * num_rows]
   figure = Figure(figsize=(width, sum(heights)), layout='constrained')
@@ -164,7 +193,8 @@ def _panels(
       for writer, points in writers.items():
         writer_kind, _, task = writer.partition('/')
         if writer_kind == kind and metric in points:
-          lines.append(Line(run=run, task=task, points=points[metric]))
+          exact = np.asarray(points[metric], np.float64).reshape(-1, 2)
+          lines.append(Line(run=run, task=task, points=exact))
     if lines:
       title = _title(metric, kind)
       unit = _unit(metric, loss_unit)
@@ -270,8 +300,8 @@ def _draw_lines(axes: Any, panel: Panel, styles: Mapping[tuple[str, str], _LineS
 
   for line in sorted(panel.lines, key=is_named):
     style = styles[line.run, line.task]
-    steps, values = zip(*line.points, strict=True)
-    finite = [value if _is_drawable(value) else math.nan for value in values]
+    steps, values = _reduced(line.points).T
+    finite = np.where(_is_drawable(values), values, math.nan)
     axes.plot(
       steps,
       finite,
@@ -284,14 +314,36 @@ def _draw_lines(axes: Any, panel: Panel, styles: Mapping[tuple[str, str], _LineS
     )
 
 
+def _reduced(points: np.ndarray) -> np.ndarray:
+  """Return the points of [n, 2] that a picture shows, in their order.
+
+  Steps are divided into columns of pixels. Of each column remain the first and the last point, and those with the
+  smallest and the largest value that can be drawn. A column without such a value remains a gap.
+  """
+  if len(points) <= 4 * _MAX_PIXELS:
+    return points
+  steps, values = points.T
+  width = (steps.max() - steps.min()) / _MAX_PIXELS or 1.0
+  columns = np.floor((steps - steps.min()) / width)
+  is_drawable = _is_drawable(values)
+
+  def ends(key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices of the first and of the last point of each column, ordered by `key`."""
+    order = np.lexsort((key, columns))
+    is_new = np.diff(columns[order], prepend=-1) > 0
+    return order[is_new], order[np.append(is_new[1:], True)]
+
+  first, last = ends(np.arange(len(points)))
+  smallest, _ = ends(np.where(is_drawable, values, np.inf))
+  _, largest = ends(np.where(is_drawable, values, -np.inf))
+  return points[np.unique(np.concatenate([first, last, smallest, largest]))]
+
+
 def _set_steps(drawn: Sequence[tuple[Any, Panel]], label: str) -> None:
   """Set the axes of steps, which have the same limits in all panels."""
-  steps = []
-  for _, panel in drawn:
-    for line in panel.lines:
-      steps += [step for step, _ in line.points]
-  low = min(0, *steps)
-  high = max(0, *steps)
+  steps = np.concatenate([line.points[:, 0] for _, panel in drawn for line in panel.lines])
+  low = steps.min(initial=0)
+  high = steps.max(initial=0)
   margin = 0.03 * (high - low) or 1.0
   for axes, _ in drawn:
     axes.set_xlim(low - margin, high + margin)
@@ -320,18 +372,18 @@ def _add_titles(drawn: Sequence[tuple[Any, Panel]]) -> None:
 
 def _set_scale(axes: Any, panel: Panel) -> list[str]:
   """Set the axis of values; return notes for the reader, in lines: the task, the range of the axis, missing values."""
-  values = [value for line in panel.lines for _, value in line.points]
-  finite = [value for value in values if _is_drawable(value)]
-  low = min(finite, default=0.0)
-  high = max(finite, default=0.0)
+  values = np.concatenate([line.points[:, 1] for line in panel.lines])
+  finite = values[_is_drawable(values)]
+  low = finite.min() if finite.size else 0.0
+  high = finite.max() if finite.size else 0.0
   is_wide = low > 0 and high >= _LOGARITHMIC * low
   if panel.metric.endswith('loss') and is_wide and low >= _SMALLEST_SHARE * high:
     scale = _set_logarithmic(axes)
   else:
-    scale = figures.set_linear_limits(axes, finite)
+    scale = figures.set_linear_limits(axes, [low, high] if finite.size else [])
   axes.set_ylabel(panel.unit)
-  axes.grid(bool(finite))
-  if not finite:
+  axes.grid(bool(finite.size))
+  if not finite.size:
     axes.set_yticks([])
     axes.text(
       0.5,
@@ -348,19 +400,19 @@ def _set_scale(axes: Any, panel: Panel) -> list[str]:
     notes.append(_shorten(tasks.pop()))
   notes.append(scale)
   num_missing = len(values) - len(finite)
-  if finite and num_missing:
-    notes.append(f'{num_missing} of {len(values)} values are {_missing(values)}')
+  if finite.size and num_missing:
+    notes.append(f'{num_missing:,} of {len(values):,} values are {_missing(values)}')
   return textwrap.wrap(' · '.join(filter(None, notes)), _NOTE_LENGTH)
 
 
-def _is_drawable(value: float) -> bool:
-  """Return True if a value is finite, and so far from the limits of floats that axes can be computed."""
-  return math.isfinite(value) and abs(value) <= _LARGEST
+def _is_drawable(values: np.ndarray) -> np.ndarray:
+  """Return bool [n]: the value is finite, and so far from the limits of floats that axes can be computed."""
+  return np.isfinite(values) & (np.abs(values) <= _LARGEST)
 
 
-def _missing(values: Sequence[float]) -> str:
+def _missing(values: np.ndarray) -> str:
   """Return what values that are not drawn are."""
-  if any(math.isfinite(value) and not _is_drawable(value) for value in values):
+  if (np.isfinite(values) & ~_is_drawable(values)).any():
     return f'NaN, infinite or above {_LARGEST:g}'
   return 'NaN or infinite'
 
@@ -376,7 +428,7 @@ def _set_logarithmic(axes: Any) -> str:
   return 'logarithmic axis'
 
 
-def _marked(values: Sequence[float]) -> list[int]:
+def _marked(values: np.ndarray) -> list[int]:
   """Return the indices of points with a marker: all of a few points, otherwise those without a neighbour."""
   is_finite = [False, *map(math.isfinite, values), False]
   few = sum(is_finite) <= _MAX_MARKED

@@ -4,14 +4,14 @@ import math
 
 import pytest
 
+from t5x_lite.apps.common import curves
 from t5x_lite.apps.common import figures
-from t5x_lite.apps.plot import drawing
 
 
 def _draw(runs, metrics):
   """Returns title to axes of the drawn panels, and the figure."""
   with figures.figure_style():
-    figure = drawing.draw(runs, metrics, step_label='training step', loss_unit='nats per token')
+    figure = curves.draw(runs, metrics, step_label='training step', loss_unit='nats per token')
     figure.draw_without_rendering()
   return {axes.get_title(loc='left'): axes for axes in figure.axes if axes.axison}, figure
 
