@@ -22,8 +22,8 @@ class Event:
   """An event of a run.
 
   Attributes:
-    kind: 'start', 'restored', 'compiled', 'first_step', 'progress', 'evaluation_begun', 'evaluation_ended',
-      'save_begun', 'save_committed', 'warning', 'rollback', 'missing', 'stop' or 'summary'.
+    kind: 'start', 'restored', 'data_sampled', 'compiled', 'first_step', 'progress', 'evaluation_begun',
+      'evaluation_ended', 'save_begun', 'save_committed', 'warning', 'rollback', 'missing', 'stop' or 'summary'.
     wall_time: seconds since 1970, UTC.
     step: number of completed steps; None before the run has its state.
     process: index of the process.

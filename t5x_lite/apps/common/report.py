@@ -18,6 +18,7 @@ from t5x_lite import evaluation
 from t5x_lite import layers
 from t5x_lite import metrics as metrics_lib
 from t5x_lite import partitioning
+from t5x_lite import runtime
 from t5x_lite import tree_utils
 from t5x_lite.apps.common import starting_point
 from t5x_lite.data.text.hugging_face import HuggingFaceVocabulary
@@ -224,14 +225,16 @@ def report_truncation(
   sample_fn: Callable[[], data.Truncation | None],
   log_fn: Callable[[str], None],
   manager: summaries.MetricsManager,
+  events: runtime.EventLog,
   step: int,
 ) -> None:
-  """Log and write the truncated share of the training examples; do nothing if no example is truncated.
+  """Log and write the truncated share of the training examples if there are any; emit the event 'data_sampled'.
 
   Args:
     sample_fn: returns counts of a sample, or None. Errors and stalls are ignored here; the run itself reports them.
     log_fn: writes a line.
     manager: metrics manager of training.
+    events: events of the run.
     step: step at which the metrics are written.
   """
   found = []
@@ -243,7 +246,10 @@ def report_truncation(
   thread = threading.Thread(target=sample, name='t5x_lite-data-sample', daemon=True)
   thread.start()
   thread.join(_SAMPLE_SECONDS)
-  if found and found[0] is not None and found[0].metrics:
+  if not found or found[0] is None:
+    return
+  events.emit('data_sampled', **found[0].details)
+  if found[0].metrics:
     if line := found[0].describe():
       log_fn(line)
     manager.write_scalars(step, found[0].metrics)

@@ -5,6 +5,7 @@
 
 from collections.abc import Iterator, Mapping
 import dataclasses
+import functools
 import io
 import itertools
 import json
@@ -28,7 +29,8 @@ from t5x_lite.trainer import summaries
 
 _logger = logging.getLogger(__name__)
 
-# Longest line that is read, and bytes before the position that must be unchanged.
+# Largest file and longest line that are read, and bytes before the position that must be unchanged.
+_MAX_BYTES = 2**31
 _MAX_LINE = 2**26
 _TAIL = 4096
 # Bytes at the end of a file in which the last line is looked for.
@@ -132,7 +134,7 @@ class LineReader:
 def _open(part: files.Path) -> BinaryIO:
   if files.is_remote(part):
     return io.BytesIO(part.read_bytes())
-  return open(part, 'rb', opener=files.open_to_read)
+  return open(part, 'rb', opener=functools.partial(files.open_to_read, max_bytes=_MAX_BYTES))
 
 
 class MetricsReader:

@@ -1,33 +1,19 @@
 """Draw the metrics of runs: a panel for each metric, a colour for each run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import logging
 import os
-import re
+
+import numpy as np
 
 from t5x_lite import checkpoints
 from t5x_lite.apps.common import curves
 from t5x_lite.apps.common import figures
+from t5x_lite.apps.common import metric_points
 from t5x_lite.errors import CheckpointDamagedError, ConfigError, DataError, did_you_mean
 from t5x_lite.storage import files
-from t5x_lite.storage import untrusted
-from t5x_lite.trainer import summaries
 
 _logger = logging.getLogger(__name__)
-
-# Drawn by default, together with the metrics of inference.
-# Writer to metric to (step, value).
-_Points = dict[str, dict[str, list[tuple[int, float]]]]
-_DEFAULT_METRICS = ('loss', 'accuracy', 'learning_rate')
-_INFERENCE = 'inference_eval/'
-_BOOKKEEPING = ('step', 'wall_time')
-# Value of `loss_normalizing_factor` to the unit of the loss.
-_LOSS_UNITS = {
-  'NUM_REAL_TARGET_TOKENS': 'nats per token',
-  'NUM_TOTAL_TARGET_TOKENS': 'nats per target position',
-  'AVERAGE_PER_SEQUENCE': 'nats per token, mean of sequences',
-  'None': 'nats per batch',
-}
 
 
 def plot(
@@ -56,7 +42,7 @@ def plot(
     DataError: a directory has no metrics or no metric of a given name, or a file is not a regular file or too large;
       with `from_start`, no checkpoint has the first step of the run.
   """
-  folders = dict(zip(_run_names(model_dirs), model_dirs, strict=True))
+  folders = dict(zip(metric_points.run_names(model_dirs), model_dirs, strict=True))
   runs = {}
   known = set()
   for name, folder in folders.items():
@@ -71,7 +57,7 @@ def plot(
       raise DataError(
         f'`plot.metrics` must be names of recorded metrics, got {name!r}.{did_you_mean(name, known)}'
       )
-  chosen = list(dict.fromkeys(metrics or _default_metrics(runs, known)))
+  chosen = list(dict.fromkeys(metrics or metric_points.default_metrics(runs)))
   if out is not None:
     path = files.path(out)
   else:
@@ -83,7 +69,7 @@ def plot(
     figure = curves.draw(
       runs,
       chosen,
-      loss_unit=_loss_unit(model_dirs),
+      loss_unit=metric_points.loss_unit(model_dirs),
       step_label='steps since the start of the run' if from_start else 'training step',
     )
     try:
@@ -93,38 +79,6 @@ def plot(
         f'Cannot write the plot to {str(path)!r}: {error}. Choose another --out.'
       ) from error
   return path
-
-
-def _run_names(model_dirs: Sequence[str | os.PathLike[str]]) -> list[str]:
-  """Return the name of each directory, with as many parent folders as make different directories distinct."""
-  paths = [files.path(model_dir).resolve() for model_dir in model_dirs]
-  for length in range(1, max(len(path.parts) for path in paths) + 1):
-    names = ['/'.join(path.parts[-length:]) for path in paths]
-    if len(set(names)) == len(set(paths)):
-      break
-  return names
-
-
-def _loss_unit(model_dirs: Sequence[str | os.PathLike[str]]) -> str:
-  """Return the unit of the loss, which depends on the recorded `loss_normalizing_factor`; 'nats' if runs differ."""
-  units = set()
-  for model_dir in model_dirs:
-    path = files.path(model_dir) / 'config.gin'
-    if path.is_file():
-      text = untrusted.read_regular(path).decode('utf-8', errors='replace')
-    else:
-      text = ''
-    values = re.findall(r'\.loss_normalizing_factor = (?:\\\s+)?(\S+)', text)
-    macros = dict(re.findall(r'^(\w+) = (\S+)', text, re.MULTILINE))
-    if not values:
-      units.add('nats')
-    for value in values:
-      value = value.removeprefix('%')
-      value = macros.get(value, value).strip('\'"').upper().replace('NONE', 'None')
-      units.add(_LOSS_UNITS.get(value, 'nats'))
-  if len(units) == 1:
-    return units.pop()
-  return 'nats'
 
 
 def _first_step(model_dir: str | os.PathLike[str]) -> int:
@@ -144,31 +98,15 @@ def _first_step(model_dir: str | os.PathLike[str]) -> int:
   )
 
 
-def read_run(model_dir: str | os.PathLike[str], first_step: int = 0) -> _Points:
-  """Return writer to metric to (step, value) points, steps counted from `first_step`.
+def read_run(
+  model_dir: str | os.PathLike[str], first_step: int = 0
+) -> dict[str, dict[str, np.ndarray]]:
+  """Return the points of each metric by writer, float64 [n, 2] of (step, value), steps counted from `first_step`.
 
   Raises:
     DataError: the directory has no metrics.
   """
-  found: _Points = {}
-  for writer, path in summaries.metrics_files(model_dir).items():
-    for row in summaries.read_metrics(path):
-      step = row['step'] - first_step
-      for name, value in row.items():
-        if name not in _BOOKKEEPING:
-          points = found.setdefault(writer, {}).setdefault(name, [])
-          points.append((step, value))
-  if not found:
-    raise DataError(summaries.no_metrics_message(model_dir))
+  found = {}
+  for writer, metrics in metric_points.read_run(model_dir).items():
+    found[writer] = {name: points - (first_step, 0) for name, points in metrics.points.items()}
   return found
-
-
-def _default_metrics(runs: Mapping[str, curves.RunPoints], known: Sequence[str]) -> list[str]:
-  inferred = set()
-  for run in runs.values():
-    for writer, points in run.items():
-      if writer.startswith(_INFERENCE):
-        inferred |= {name for name in points if not name.startswith('timing/')}
-  chosen = [name for name in _DEFAULT_METRICS if name in known]
-  chosen += sorted(inferred - set(_DEFAULT_METRICS))
-  return chosen or list(known[:4])

@@ -221,7 +221,9 @@ def _begin_files(run: OpenRun, last_step: float, *, redo_evaluation: bool) -> No
   manager = run.trainer.train_metrics_manager
   if not start.resumes:
     manager.write_scalars(start.step, size.metrics(), events_only=True)
-    report.report_truncation(run.data.sample_truncation_fn, run.progress.log, manager, start.step)
+    report.report_truncation(
+      run.data.sample_truncation_fn, run.progress.log, manager, run.events, start.step
+    )
   if cfg.summarize_config_fn is not None:
     cfg.summarize_config_fn(cfg.model_dir, manager.summary_writer, start.step)
   run.trackers.start()

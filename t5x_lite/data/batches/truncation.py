@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 import dataclasses
 import time
+from typing import Any
 
 import numpy as np
 
@@ -44,6 +45,17 @@ class Truncation:
           self.num_lost[feature] / self.num_tokens[feature]
         )
     return found
+
+  @property
+  def details(self) -> dict[str, Any]:
+    """JSON values for the event 'data_sampled'."""
+    return {
+      'num_examples': self.num_examples,
+      'lengths': dict(self.lengths),
+      'num_cut': dict(self.num_cut),
+      'num_tokens': dict(self.num_tokens),
+      'num_lost': dict(self.num_lost),
+    }
 
   def describe(self) -> str:
     """Return a line for the log; '' if no example is trimmed."""

@@ -109,7 +109,7 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path, monkeypatch):
 
 def test_lines_are_the_numbers_of_the_files(tmp_path):
   read = plot_lib.read_run(_run(tmp_path / 'a', scale=6.0))
-  assert read['train']['loss'] == [(1, 6.0), (2, 3.0), (3, 2.0), (4, 1.5), (5, 1.2)]
+  assert read['train']['loss'].tolist() == [[1, 6.0], [2, 3.0], [3, 2.0], [4, 1.5], [5, 1.2]]
 
 
 def _without_lines(folder):
