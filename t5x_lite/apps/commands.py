@@ -60,6 +60,7 @@ COMMANDS: dict[str, Command] = {
   'track': _command(
     'track', 'send a run to wandb, MLflow or TensorBoard', 't5x_lite.apps.track.track'
   ),
+  'report': _command('report', 'write a page about runs: curves, metrics, examples, warnings'),
   'explain_sharding': _command(
     'explain_sharding',
     'show the sharding and memory of each array of a model and its optimizer',

@@ -197,7 +197,7 @@ def _table(history: History, states: Sequence[LayerState]) -> Iterator[str]:
     row: list[str | html_page.Cell] = [state.layer.name, str(state.layer.num_experts)]
     for _, text_fn, is_bad_fn in _COLUMNS:
       text = text_fn(state)
-      row.append(html_page.Cell(text) if is_bad_fn(state) else text)
+      row.append(html_page.Cell(text, is_bad=is_bad_fn(state)))
     rows.append(row)
   yield '<h2>Layers at the end</h2>'
   yield from html_page.table(['layer', 'experts', *(name for name, _, _ in _COLUMNS)], rows)

@@ -90,7 +90,7 @@ def draw(
 
   Args:
     runs: name of a run to its points.
-    metrics: names to draw; each is known in at least one run.
+    metrics: names to draw; those that no run has are left out.
     step_label: label of the x axes.
     loss_unit: unit of the loss, e.g. 'nats per token'.
     sections: kinds of writers, those of a section next to each other.

@@ -8,6 +8,9 @@ import dataclasses
 import datetime
 import html
 import math
+from typing import NamedTuple
+
+from t5x_lite.formatting import printable
 
 # `Card.is_good` -> (class of the element, words).
 _VERDICTS = {True: ('good', '✓ good'), False: ('bad', '▲ look here'), None: ('', '')}
@@ -81,31 +84,51 @@ class Card:
   text: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
-  """A cell of a table whose value is bad."""
+class Cell(NamedTuple):
+  """A cell of a table that is more than a text.
 
-  text: str
+  Attributes:
+    text: the text.
+    is_bad: whether the value is bad.
+    element_html: an element in front of the text; '' for none.
+  """
+
+  text: str = ''
+  is_bad: bool = False
+  element_html: str = ''
 
 
-def page(title: str, body_html: Iterable[str]) -> str:
-  """Return the text of a page."""
+def escape(text: str) -> str:
+  """Return a text as HTML; characters that control the direction of texts or cannot be shown are escaped visibly."""
+  return html.escape(printable(text, keeps_lines=True))
+
+
+def page(title: str, body_html: Iterable[str], style: str = '') -> str:
+  """Return the text of a page; `style` is added to the style of all pages."""
   body = '\n'.join(body_html)
   return (
     f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" '
-    f'content="width=device-width, initial-scale=1">\n<title>{html.escape(title)}</title>\n'
-    f'<style>{_STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n'
+    f'content="width=device-width, initial-scale=1">\n<title>{escape(title)}</title>\n'
+    f'<style>{_STYLE}{style}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n'
   )
 
 
 def header(title: str, lead_html: str) -> str:
   """Return the heading of a page with a line below it."""
-  return f'<header><h1>{html.escape(title)}</h1>\n<p class="lead">{lead_html}</p></header>'
+  return f'<header><h1>{escape(title)}</h1>\n<p class="lead">{lead_html}</p></header>'
 
 
 def code(text: str) -> str:
   """Return an element of a file name, a flag or a value."""
-  return f'<code>{html.escape(text)}</code>'
+  return f'<code>{escape(text)}</code>'
+
+
+def details(summary: str, body_html: Iterable[str], *, is_open: bool = False) -> Iterator[str]:
+  """Yield a part of a page that is hidden until it is asked for."""
+  tag = '<details open>' if is_open else '<details>'
+  yield f'{tag}<summary>{escape(summary)}</summary>'
+  yield from body_html
+  yield '</details>'
 
 
 def note(text_html: str) -> str:
@@ -119,8 +142,8 @@ def cards(found: Iterable[Card]) -> Iterator[str]:
   for card in found:
     kind, verdict = _VERDICTS[card.is_good]
     yield (
-      f'<div class="finding {kind}"><span class="verdict">{verdict}</span><h3>{html.escape(card.title)}</h3>'
-      f'<div class="value">{html.escape(card.value)}</div><p>{html.escape(card.text)}</p></div>'
+      f'<div class="finding {kind}"><span class="verdict">{verdict}</span><h3>{escape(card.title)}</h3>'
+      f'<div class="value">{escape(card.value)}</div><p>{escape(card.text)}</p></div>'
     )
   yield '</section>'
 
@@ -130,35 +153,46 @@ def definitions(
 ) -> Iterator[str]:
   """Yield a heading and a list of names with values; those of settings are code."""
   kind = 'run'
-  element_fn = html.escape
+  element_fn = escape
   if is_settings:
     kind = 'settings'
     element_fn = code
-  yield f'<h2>{html.escape(title)}</h2>\n<dl class="{kind}">'
+  yield f'<h2>{escape(title)}</h2>\n<dl class="{kind}">'
   for name, value in pairs:
     yield f'<dt>{element_fn(name)}</dt><dd>{element_fn(value)}</dd>'
   yield '</dl>'
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[str | Cell]]) -> Iterator[str]:
-  """Yield a table whose first column has names and whose other columns have numbers; a `Cell` is a bad value."""
-  cells = ''.join(f'<th scope="col">{html.escape(heading)}</th>' for heading in headings)
-  yield f'<div class="scroll"><table>\n<thead><tr>{cells}</tr></thead>\n<tbody>'
+def table(
+  headings: Sequence[str], rows: Iterable[Sequence[str | Cell]], *, kind: str = ''
+) -> Iterator[str]:
+  """Yield a table whose first column has names and whose other columns have numbers.
+
+  Args:
+    headings: headings of the columns.
+    rows: cells of each row.
+    kind: class of the table in the style of the page; the heading of a cell is its attribute `data-name`.
+  """
+  cells = ''.join(f'<th scope="col">{escape(heading)}</th>' for heading in headings)
+  tag = f'<table class="{kind}">' if kind else '<table>'
+  yield f'<div class="scroll">{tag}\n<thead><tr>{cells}</tr></thead>\n<tbody>'
   for row in rows:
     cells = ''
-    for cell in row:
-      if isinstance(cell, Cell):
-        cells += f'<td class=bad>{html.escape(cell.text)}</td>'
-      else:
-        cells += f'<td>{html.escape(cell)}</td>'
+    for heading, cell in zip(headings, row, strict=True):
+      if isinstance(cell, str):
+        cell = Cell(cell)
+      attributes = ' class=bad' if cell.is_bad else ''
+      if kind:
+        attributes += f' data-name="{escape(heading)}"'
+      cells += f'<td{attributes}>{cell.element_html}{escape(cell.text)}</td>'
     yield f'<tr>{cells}</tr>'
   yield '</tbody></table></div>'
 
 
 def figure(title: str, caption: str, svg: str, narrow_svg: str) -> Iterator[str]:
   """Yield a figure with its heading; both forms are elements of `figures.svg_element`."""
-  yield f'<figure><h2>{html.escape(title)}</h2>'
-  yield f'<figcaption>{html.escape(caption)}</figcaption>'
+  yield f'<figure><h2>{escape(title)}</h2>'
+  yield f'<figcaption>{escape(caption)}</figcaption>'
   yield f'<div class="wide">{svg}</div>\n<div class="narrow">{narrow_svg}</div></figure>'
 
 

@@ -270,9 +270,9 @@ def format_metrics(values: Mapping[str, Any]) -> str:
     plain[name] = value
   numbers = {}
   for name, number in plain.items():
-    if not _is_hidden(name) and not isinstance(number, str):
+    if not is_hidden(name) and not isinstance(number, str):
       numbers[name] = float(np.asarray(number))
-  names = _in_order(numbers)
+  names = metrics_in_order(numbers)
   shown = {**{name: numbers[name] for name in names}, **metrics_lib.worst_of_layers(plain)}
   parts = [f'{name} {format_number(number)}' for name, number in shown.items()]
   for name, text in plain.items():
@@ -281,14 +281,14 @@ def format_metrics(values: Mapping[str, Any]) -> str:
   return '  '.join(parts)
 
 
-def _in_order(names: Collection[str]) -> list[str]:
+def metrics_in_order(names: Collection[str]) -> list[str]:
   """Return the names of metrics, the most important ones first."""
   first = [name for name in _FIRST_METRICS if name in names]
   return first + sorted(set(names) - set(first))
 
 
-def _is_hidden(name: str) -> bool:
-  """Return whether a metric is only in the files: bookkeeping, and metrics of single layers or parameters."""
+def is_hidden(name: str) -> bool:
+  """Return whether a metric is not shown by default: bookkeeping, and metrics of single layers or parameters."""
   prefixes = (*_HIDDEN_PREFIXES, *metrics_lib.layer_prefixes())
   return name.startswith(prefixes) or name.count('/') > 1
 
@@ -320,10 +320,10 @@ def format_evaluations(
         found = {}
         for name, value in metrics.items():
           short_name = name.removeprefix(prefix)
-          if name.startswith(prefix) and not _is_hidden(short_name):
+          if name.startswith(prefix) and not is_hidden(short_name):
             found[short_name] = value
         rows[step, task] = found
-    columns = _in_order(set().union(*rows.values()))
+    columns = metrics_in_order(set().union(*rows.values()))
     table = [('step', 'task', *columns)]
     for (step, task), metrics in rows.items():
       cells = [format_number(metrics[name]) if name in metrics else '' for name in columns]

@@ -1,0 +1,116 @@
+"""Examples of evaluations by decoding, those first whose prediction is least like the target."""
+
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import json
+import math
+from typing import Any
+
+from t5x_lite.apps.common import run_files
+from t5x_lite.apps.report.run_record import RunRecord
+from t5x_lite.decoding import text_similarity
+
+_INFERENCE = 'inference_eval/'
+# Examples that are compared, and characters of a text that are compared and shown.
+_NUM_COMPARED = 200
+_MAX_TEXT = 1000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Example:
+  """An example with its prediction.
+
+  Attributes:
+    inputs: the input; '' if the file has none.
+    target: the target, or several texts of which one is enough.
+    prediction: the prediction; '' if the example was only scored.
+    score: log-probability of the target; None if it was not computed.
+    similarity: chrF of the prediction, 0 to 100, with the target that is most like it; None without texts.
+  """
+
+  inputs: str
+  target: str
+  prediction: str
+  score: float | None
+  similarity: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskExamples:
+  """Examples of a task at its newest evaluation, in the order of the page.
+
+  Attributes:
+    task: name of the task.
+    step: step of the evaluation.
+    examples: the worst first: by `similarity`, or by `score` without predictions; without both in the file's order.
+  """
+
+  task: str
+  step: int
+  examples: Sequence[Example]
+
+  @property
+  def order(self) -> str:
+    """The name of the value by which the examples are ordered; '' if they are not."""
+    if self.examples and self.examples[0].similarity is not None:
+      return 'chrF'
+    if self.examples and self.examples[0].score is not None:
+      return 'score'
+    return ''
+
+
+def newest(run: RunRecord) -> Iterator[TaskExamples]:
+  """Yield the examples of each task that has a file of predictions."""
+  for writer, metrics in run.metrics.items():
+    if not writer.startswith(_INFERENCE):
+      continue
+    step = max(int(points[-1, 0]) for points in metrics.points.values())
+    rows = run_files.predictions(run.path, writer, step, limit=_NUM_COMPARED)
+    examples = sorted(map(_example, rows), key=_badness)
+    if examples:
+      yield TaskExamples(task=writer.removeprefix(_INFERENCE), step=step, examples=examples)
+
+
+def _badness(example: Example) -> float:
+  """Return a number that is small for bad predictions."""
+  if example.similarity is not None:
+    return example.similarity
+  if example.score is not None and not math.isnan(example.score):
+    return example.score
+  return -math.inf
+
+
+def _example(row: Mapping[str, Any]) -> Example:
+  targets = row.get('references') or row.get('targets', '')
+  if not isinstance(targets, list):
+    targets = [targets]
+  prediction = row.get('prediction')
+  if isinstance(prediction, list) and prediction:  # several decodes, the best last
+    prediction = prediction[-1]
+  similarity = None
+  if isinstance(prediction, str) and targets and all(isinstance(each, str) for each in targets):
+    similarity = max(_chrf(prediction, target) for target in targets)
+  score = row.get('score')
+  return Example(
+    inputs=_shown(row.get('inputs', '')),
+    target='\n'.join(map(_shown, targets)),
+    prediction=_shown(prediction),
+    score=score if isinstance(score, float) else None,
+    similarity=similarity,
+  )
+
+
+def _chrf(prediction: str, target: str) -> float:
+  if prediction == target:  # also empty texts, which have no characters
+    return 100.0
+  return float(text_similarity.pairwise_chrf([prediction[:_MAX_TEXT], target[:_MAX_TEXT]])[0, 1])
+
+
+def _shown(value: Any) -> str:
+  """Return a value as text, cut if it is long."""
+  if value is None:
+    return ''
+  text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+  if len(text) <= _MAX_TEXT:
+    return text
+  return f'{text[:_MAX_TEXT]}… ({len(text):,} characters)'

@@ -1,0 +1,700 @@
+"""Sections of a report, as elements of the page."""
+
+from collections.abc import Iterator, Mapping, Sequence
+import math
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from t5x_lite.apps.common import html_page
+from t5x_lite.apps.common import report as text_report
+from t5x_lite.apps.common.html_page import Card
+from t5x_lite.apps.common.html_page import Cell
+from t5x_lite.apps.common.html_page import code
+from t5x_lite.apps.common.html_page import count
+from t5x_lite.apps.report import examples
+from t5x_lite.apps.report.run_record import RunRecord
+from t5x_lite.formatting import capitalized
+from t5x_lite.formatting import format_duration
+from t5x_lite.formatting import format_percent
+from t5x_lite.runtime import goodput
+
+# Metrics of which lower and higher values are better.
+_LOWER = re.compile(r'(.*/)?(loss|cross_ent_loss|perplexity|cer|wer)')
+_HIGHER = re.compile(
+  r'(.*/)?(accuracy|exact_match|bleu|bleu_t5|chrf|rouge\w+|em|f1|macro_f1|token_f1|matthews|pearson|spearman|squad)'
+)
+_KINDS = {
+  'train': 'Training',
+  'training_eval': 'Evaluation',
+  'inference_eval': 'Evaluation by decoding',
+}
+_NUM_EXAMPLES = 10
+_NUM_WARNINGS = 50
+# Cell of a value that a run does not have.
+_UNKNOWN = '–'
+_LOAD = re.compile(r'experts/(.+)/layers_(\d+)/load')
+STYLE = """
+h3 { font-size: 1rem; margin: 1.4rem 0 .3rem; }
+details { margin: .7rem 0; } summary { cursor: pointer; color: var(--muted); }
+.text th, .text td { text-align: left; vertical-align: top; }
+.text td { overflow-wrap: anywhere; min-width: 5rem; }
+.stacked td:first-child { white-space: pre-wrap; } .stacked td { white-space: pre-wrap; }
+.metrics { table-layout: fixed; } .metrics th:first-child { width: 34%; } small { color: var(--muted); }
+.bar { display: flex; height: 1.1rem; border-radius: 4px; overflow: hidden; margin: .3rem 0 .5rem; }
+.bar span, .key { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
+.key { display: inline-block; width: .75rem; height: .75rem; border-radius: 2px; margin-right: .5rem; }
+.load { width: 100%; min-width: 9rem; height: 1.6rem; display: block; } .load path { fill: #0072b2; }
+.load line { stroke: var(--muted); stroke-dasharray: 2 2; }
+@media screen and (max-width: 44rem) {
+  th:first-child, td:first-child { white-space: normal; min-width: 6.5rem; } th, td { padding: .28rem .35rem; }
+  .stacked thead { display: none; } 
+  .stacked tr { display: block; border-bottom: 1px solid var(--grid); padding: .4rem 0; }
+  .stacked td { display: grid; grid-template-columns: 6rem 1fr; border: 0; padding: .1rem 0; }
+  .stacked td:empty { display: none; } .stacked td::before { content: attr(data-name); color: var(--muted); }
+  .metrics small { display: block; } }
+"""
+# Colours of the shares of the time of a run, the useful one first.
+_SHARE_COLORS = {
+  'step': '#009e73',
+  'data': '#e69f00',
+  'evaluation': '#56b4e9',
+  'saving': '#0072b2',
+  'compiling': '#cc79a7',
+  'starting': '#8a6fb0',
+  'other': '#9aa4b1',
+  'repeated': '#d55e00',
+  'down': '#7a1f1f',
+}
+
+
+def summary(runs: Sequence[RunRecord]) -> Iterator[str]:
+  """Yield the cards and facts of one run, or a table of several."""
+  if len(runs) == 1:
+    yield from html_page.cards(_cards(runs[0]))
+    yield from html_page.definitions('Run', _facts(runs[0]))
+    return
+  yield '<h2>Runs</h2>'
+  headings = [
+    'run',
+    'status',
+    'step',
+    'result',
+    'goodput',
+    'time',
+    'starts',
+    'warnings',
+    'parameters',
+    'written',
+  ]
+  yield from html_page.table(headings, map(_run_row, runs))
+  for run in runs:
+    if run.status.message:
+      yield html_page.note(f'{code(run.name)}: {html_page.escape(run.status.message)}')
+
+
+def _cards(run: RunRecord) -> Iterator[Card]:
+  yield Card(title='Status', value=capitalized(run.state), is_good=run.is_good, text=_status(run))
+  yield from _result(run)
+  measured = run.goodput
+  if measured is not None:
+    share = format_percent(measured.details['goodput'])
+    text = f'Share of the time in which the run computed training steps that count. {measured.describe()}'
+    yield Card(title='Goodput', value=share, is_good=None, text=text)
+  if run.events:
+    found = warnings(run)
+    value = f'{sum(each.number for each in found):,}'
+    text = 'The log of the run has no warning.'
+    if found:
+      text = f'The newest: {_cut_off(found[-1].message, 200)}'
+    yield Card(title='Warnings', value=value, is_good=not found, text=text)
+  shares = _cut_shares(run)
+  if any(shares.values()):
+    value = format_percent(max(shares.values()))
+    names = ', '.join(
+      f'{name} in {format_percent(share)}' for name, share in shares.items() if share
+    )
+    text = f'Of the first training examples, texts are longer than the feature lengths: {names}.'
+    yield Card(title='Cut examples', value=value, is_good=False, text=text)
+
+
+def _status(run: RunRecord) -> str:
+  """Return sentences about where the run is."""
+  step = f'Step {run.step:,}'
+  if run.last_step.isdigit():
+    step += f' of {int(run.last_step):,}'
+  saved = 'without a checkpoint'
+  if run.steps_saved:
+    saved = (
+      f'{count(len(run.steps_saved), "checkpoint")}, the newest at step {run.steps_saved[-1]:,}'
+    )
+  parts = [f'{step}, {saved}.']
+  if run.state == 'no end recorded':
+    silence = format_duration(run.read_at - run.newest)
+    parts.append(
+      f'The newest record was {silence} old when this page was made: the run was killed, or it hangs.'
+    )
+  elif run.state == 'running':
+    parts.append('This page shows what it had recorded so far.')
+  if run.status.message:
+    parts.append(_cut_off(run.status.message, 400))
+  return ' '.join(parts)
+
+
+def _result(run: RunRecord) -> Iterator[Card]:
+  """Yield the card of the most important metric: of decoding, else of teacher-forced evaluation, else of training."""
+  found = _main_metric(run)
+  if found is None:
+    return
+  writer, row = found
+  text = f'{row.name} of {writer} at step {row.last_step:,}.'
+  if row.best is not None and row.best_step != row.last_step:
+    text += f' Best: {_number(row.best)} at step {row.best_step:,}.'
+  is_good = None if math.isfinite(row.last) else False
+  yield Card(title='Result', value=f'{row.name} {_number(row.last)}', is_good=is_good, text=text)
+
+
+def _main_metric(run: RunRecord) -> tuple[str, '_Row'] | None:
+  """Return (writer, values) of the most important metric; None if no metric with a known direction is recorded."""
+  for kind in reversed(_KINDS):
+    writers = [writer for writer in run.metrics if writer.partition('/')[0] == kind]
+    # A mean over tasks says more than one of them.
+    for writer in sorted(writers, key=lambda writer: not writer.endswith('/mean')):
+      points = run.metrics[writer].points
+      for name in text_report.metrics_in_order(points):
+        if _direction(name):
+          return writer, _Row(name, points[name])
+  return None
+
+
+def _facts(run: RunRecord) -> Iterator[tuple[str, str]]:
+  for name, label in (('num_parameters', 'Parameters'), ('hardware', 'Hardware')):
+    if name in run.facts:
+      yield label, f'{run.facts[name]:,}' if name == 'num_parameters' else str(run.facts[name])
+  started = [event for event in run.events if event.kind == 'start']
+  if started:
+    yield 'Started', html_page.utc_time(started[0].wall_time)
+  sources = [event.details.get('source') for event in run.events if event.kind == 'restored']
+  if sources:
+    yield 'Started from', str(sources[0]).rstrip('/').rpartition('/')[2]
+  if math.isfinite(run.newest):
+    yield 'Newest record', html_page.utc_time(run.newest)
+  versions = [
+    f'{name.removeprefix("versions/")} {run.facts[name]}'
+    for name in run.facts
+    if name.startswith('versions/')
+  ]
+  if versions:
+    yield 'Versions', ', '.join(sorted(versions))
+  content = run.facts.get('data/content')
+  if content is not None:
+    yield 'Data', str(content)
+
+
+def _run_row(run: RunRecord) -> list[str | Cell]:
+  step = f'{run.step:,}'
+  if run.last_step.isdigit():
+    step += f' of {int(run.last_step):,}'
+  share = time = starts = _UNKNOWN
+  if run.goodput is not None:
+    share = format_percent(run.goodput.details['goodput'])
+    time = format_duration(run.goodput.total_seconds)
+    starts = str(run.goodput.num_starts)
+  num_warnings = sum(each.number for each in warnings(run))
+  result = Cell(_UNKNOWN)
+  found = _main_metric(run)
+  if found is not None:
+    row = found[1]
+    result = Cell(f'{row.name} {_number(row.last)}', is_bad=not math.isfinite(row.last))
+  return [
+    run.name,
+    Cell(run.state, is_bad=run.is_good is False),
+    step,
+    result,
+    share,
+    time,
+    starts,
+    Cell(f'{num_warnings:,}', is_bad=num_warnings > 0) if run.events else _UNKNOWN,
+    f'{run.facts["num_parameters"]:,}' if 'num_parameters' in run.facts else _UNKNOWN,
+    html_page.utc_time(run.newest),
+  ]
+
+
+class _Row:
+  """Last and best value of a metric.
+
+  Attributes:
+    name: name of the metric.
+    last: value of the last line.
+    last_step: its step.
+    best: best value, without those that are not finite; None if it is unknown which values are better.
+    best_step: its step.
+    num_missing: number of values that are not finite.
+  """
+
+  def __init__(self, name: str, points: np.ndarray):
+    self.name = name
+    self.last_step = int(points[-1, 0])
+    self.last = float(points[-1, 1])
+    self.best = None
+    self.best_step = 0
+    finite = points[np.isfinite(points[:, 1])]
+    self.num_missing = len(points) - len(finite)
+    sign = _direction(name)
+    if sign and len(finite):
+      index = int(np.argmax(sign * finite[:, 1]))
+      self.best = float(finite[index, 1])
+      self.best_step = int(finite[index, 0])
+
+  def cells(self) -> list[str | Cell]:
+    """Return the cells of the last and of the best value."""
+    last = _at_step(self.last, self.last_step)
+    best = _UNKNOWN if self.best is None else _at_step(self.best, self.best_step)
+    return [last, best]
+
+
+def _direction(name: str) -> int:
+  """Return 1 if higher values of a metric are better, -1 if lower ones are, 0 if it is unknown."""
+  if _HIGHER.fullmatch(name):
+    return 1
+  return -1 if _LOWER.fullmatch(name) else 0
+
+
+def _at_step(value: float, step: int) -> Cell:
+  element = f'{_number(value)} <small>at {step:,}</small>'
+  return Cell(element_html=element, is_bad=not math.isfinite(value))
+
+
+def _name(text: str) -> Cell:
+  """Return the cell of a name of a metric or parameter, which may be broken at its separators."""
+  return Cell(element_html=re.sub(r'([/_.])', r'\1<wbr>', html_page.escape(text)))
+
+
+def _number(value: float) -> str:
+  """Return a number with six digits."""
+  if value == int(value) if math.isfinite(value) else False:
+    return f'{int(value):,}'
+  return f'{value:.6g}'
+
+
+def final_metrics(runs: Sequence[RunRecord]) -> Iterator[str]:
+  """Yield a table for each writer, with the less important metrics in another one that is closed."""
+  yield '<h2>Final metrics</h2>'
+  writers = dict.fromkeys(writer for run in runs for writer in run.metrics)
+  for writer in sorted(writers, key=_writer_order):
+    main = []
+    others = []
+    names = dict.fromkeys(
+      name for run in runs if writer in run.metrics for name in run.metrics[writer].points
+    )
+    for name in text_report.metrics_in_order(names):
+      rows = others if text_report.is_hidden(name) else main
+      title = _name(name)
+      for run in runs:
+        if writer in run.metrics and name in run.metrics[writer].points:
+          cells = _Row(name, run.metrics[writer].points[name]).cells()
+          rows.append([title, run.name, *cells] if len(runs) > 1 else [title, *cells])
+          title = Cell()  # the rows of other runs are below
+    headings = ['metric', 'last, at step', 'best, at step']
+    if len(runs) > 1:
+      headings.insert(1, 'run')
+    yield f'<h3>{html_page.escape(_writer_title(writer))}</h3>'
+    if main:
+      yield from html_page.table(headings, main, kind='metrics')
+    if others:
+      summary_text = f'{count(len(others), "more value")} of {writer}'
+      yield from html_page.details(
+        summary_text, html_page.table(headings, others, kind='metrics'), is_open=not main
+      )
+  yield html_page.note(
+    'From all lines of <code>metrics.jsonl</code>, rounded to six digits. <em>Best</em> is the lowest loss, perplexity '
+    'or error rate and the highest accuracy, match, F1, BLEU, chrF, ROUGE or correlation; for other metrics it is '
+    'unknown which values are better. A training value is a mean over the steps since the line before.'
+  )
+
+
+def _writer_order(writer: str) -> tuple[int, str]:
+  kind = writer.partition('/')[0]
+  return list(_KINDS).index(kind), writer
+
+
+def _writer_title(writer: str) -> str:
+  kind, _, task = writer.partition('/')
+  if task:
+    return f'{_KINDS[kind]}: task {task}'
+  return _KINDS[kind]
+
+
+def configuration(runs: Sequence[RunRecord]) -> Iterator[str]:
+  """Yield the configuration of a single run: its macros, and all other values in a closed part."""
+  if len(runs) > 1:
+    return
+  macros = {}
+  others = {}
+  for name, value in runs[0].configuration.items():
+    if '.' in name:
+      others[name] = value
+    else:
+      macros[name] = value
+  yield from html_page.definitions('Configuration', sorted(macros.items()), is_settings=True)
+  if not runs[0].configuration:
+    yield html_page.note('The run has no readable <code>config.gin</code>.')
+  if others:
+    rows = [[_name(name), Cell(element_html=code(value))] for name, value in others.items()]
+    table = html_page.table(['parameter', 'value'], rows, kind='text')
+    yield from html_page.details(f'{count(len(others), "more value")} of config.gin', table)
+
+
+def differences(runs: Sequence[RunRecord]) -> Iterator[str]:
+  """Yield the values of the configuration that differ between several runs."""
+  if len(runs) == 1:
+    return
+  yield '<h2>Differences of the configuration</h2>'
+  without = [run for run in runs if not run.configuration]
+  for run in without:
+    yield html_page.note(f'{code(run.name)} has no readable <code>config.gin</code>.')
+  names = dict.fromkeys(name for run in runs for name in run.configuration)
+  rows = []
+  num_equal = 0
+  for name in names:
+    values = [run.configuration.get(name, _UNKNOWN) for run in runs]
+    if len(set(values)) == 1:
+      num_equal += 1
+    elif name != 'MODEL_DIR':
+      rows.append([_name(name), *(Cell(element_html=code(value)) for value in values)])
+  if rows:
+    yield from html_page.table(['name', *(run.name for run in runs)], rows, kind='text')
+  elif not without:
+    yield html_page.note('The configurations are equal.')
+  yield html_page.note(
+    f'{count(num_equal, "further value")} of <code>config.gin</code> are equal. Secrets are <code>***</code>, and a '
+    'path outside of the run is its last part.'
+  )
+
+
+def lengths(runs: Sequence[RunRecord]) -> Iterator[str]:
+  """Yield feature lengths, the share of examples that are cut to them, and the share of padding."""
+  rows = []
+  for run in runs:
+    shares = _cut_shares(run)
+    for feature, length in run.lengths.items():
+      cut = lost = Cell(_UNKNOWN)
+      if feature in shares:
+        cut = Cell(format_percent(shares[feature]), is_bad=shares[feature] > 0)
+        lost = Cell(format_percent(_lost_share(run, feature)), is_bad=shares[feature] > 0)
+      row = [feature, str(length), cut, lost]
+      rows.append([f'{run.name}: {feature}', *row[1:]] if len(runs) > 1 else row)
+  yield '<h2>Lengths and truncation</h2>'
+  if rows:
+    yield from html_page.table(['feature', 'length', 'examples cut', 'tokens lost'], rows)
+  for run in runs:
+    sizes = {run.sample['num_examples'] for run in (run,) if run.sample is not None}
+    padding = _padding(run)
+    name = f'{code(run.name)}: ' if len(runs) > 1 else ''
+    sampled = 'The run has not recorded how many examples are cut.'
+    if sizes:
+      sampled = f'Cut examples were counted in the first {count(sizes.pop(), "example")} of the training data.'
+    elif any(_cut_shares(run).values()):
+      sampled = 'Cut examples were counted in the first examples of the training data.'
+    if padding:
+      sampled += f' Positions of the last training batches that are not padding: {padding}.'
+    yield html_page.note(f'{name}{sampled}')
+
+
+def _cut_shares(run: RunRecord) -> dict[str, float]:
+  """Return the share of the sampled training examples that are cut, by feature; empty if it is unknown."""
+  sample = run.sample
+  if sample is not None:
+    size = max(sample['num_examples'], 1)
+    return {feature: number / size for feature, number in sample['num_cut'].items()}
+  # Runs of earlier versions have only the shares above 0.
+  prefix = 'data/truncated_examples_fraction/'
+  points = run.metrics['train'].points if 'train' in run.metrics else {}
+  return {
+    name.removeprefix(prefix): points[name][-1, 1] for name in points if name.startswith(prefix)
+  }
+
+
+def _lost_share(run: RunRecord, feature: str) -> float:
+  """Return the share of the tokens of the sampled training examples that cutting loses; NaN if it is unknown."""
+  sample = run.sample
+  if sample is not None:
+    return sample['num_lost'].get(feature, 0) / max(sample['num_tokens'].get(feature, 0), 1)
+  points = run.metrics['train'].points.get(f'data/truncated_tokens_fraction/{feature}')
+  return math.nan if points is None else points[-1, 1]
+
+
+def _padding(run: RunRecord) -> str:
+  prefix = 'non_padding_fraction/'
+  shares = []
+  for name, points in run.metrics['train'].points.items() if 'train' in run.metrics else ():
+    feature = name.removeprefix(prefix)
+    if name.startswith(prefix) and feature.endswith('_tokens'):
+      shares.append(f'{html_page.escape(feature)} {format_percent(points[-1, 1])}')
+  return ', '.join(shares)
+
+
+def time_of_run(runs: Sequence[RunRecord]) -> Iterator[str]:
+  """Yield how the time of each run is divided."""
+  measured = {run.name: run.goodput for run in runs if run.goodput is not None}
+  if not measured:
+    return
+  yield '<h2>Time</h2>'
+  for name, found in measured.items():
+    spans = ''
+    for share, seconds in found.seconds.items():
+      width = 100 * seconds / max(found.total_seconds, 1e-9)
+      spans += f'<span style="width:{width:.3f}%;background:{_SHARE_COLORS[share]}"></span>'
+    if len(runs) > 1:
+      yield f'<h3>{html_page.escape(name)}</h3>'
+    yield f'<div class="bar" role="img" aria-label="{html_page.escape(found.describe())}">{spans}</div>'
+  rows = []
+  for share, label in goodput.SHARES.items():
+    key = f'<span class="key" style="background:{_SHARE_COLORS[share]}"></span>'
+    cells: list[str | Cell] = [Cell(label, element_html=key)]
+    for found in measured.values():
+      seconds = found.seconds[share]
+      part = 100 * seconds / max(found.total_seconds, 1e-9)
+      cells.append(f'{part:.1f}% ({_seconds(seconds)})' if seconds else '0')
+    rows.append(cells)
+  total = [_seconds(found.total_seconds) for found in measured.values()]
+  headings = ['share', *(measured if len(runs) > 1 else ['time'])]
+  yield from html_page.table(headings, [*rows, ['total', *total]])
+  yield html_page.note(
+    'From <code>events.jsonl</code>. The first share is the goodput. <em>Repeated work</em> was done again after a '
+    'restart or a rollback; <em>down</em> is the time from a process that did not complete the run to the next start.'
+  )
+  for run in runs:
+    yield from _starts(run)
+
+
+def _seconds(seconds: float) -> str:
+  if seconds < 60:
+    return f'{seconds:.1f} s'
+  return format_duration(seconds)
+
+
+def _starts(run: RunRecord) -> Iterator[str]:
+  """Yield a table of the processes of a run that was started more than once."""
+  rows: list[list[str | Cell]] = []
+  for event in run.events:
+    if event.kind == 'start':
+      rows.append(
+        [
+          html_page.utc_time(event.wall_time),
+          _UNKNOWN,
+          _UNKNOWN,
+          Cell('no end recorded', is_bad=True),
+        ]
+      )
+    elif rows and event.kind == 'restored' and event.step is not None:
+      rows[-1][1] = f'{event.step:,}'
+    if rows and event.step is not None:
+      rows[-1][2] = f'{event.step:,}'
+    if rows and event.kind == 'stop':
+      cause = str(event.details.get('cause'))
+      rows[-1][3] = cause.replace('_', ' ')
+  if len(rows) > 1:
+    headings = ['started', 'from step', 'to step', 'ended']
+    summary_text = f'{count(len(rows), "start")} of {run.name}'
+    yield from html_page.details(summary_text, html_page.table(headings, rows), is_open=True)
+
+
+def predictions(runs: Sequence[RunRecord]) -> Iterator[str]:
+  """Yield examples of the newest evaluations, those with bad predictions first."""
+  found = [(run, each) for run in runs for each in examples.newest(run)]
+  if not found:
+    return
+  yield '<h2>Examples</h2>'
+  yield html_page.note(
+    'The worst first: by chrF, the F-score of common character n-grams of prediction and target, from 0 to 100 for '
+    'equal texts. It exists for every text and does not depend on the metrics of the task.'
+  )
+  for number, (run, each) in enumerate(found):
+    name = f'{run.name}: ' if len(runs) > 1 else ''
+    title = f'{name}{each.task} at step {each.step:,}, {count(len(each.examples), "example")}'
+    yield from html_page.details(title, _examples(each), is_open=not number)
+
+
+def _examples(found: examples.TaskExamples) -> Iterator[str]:
+  shown = found.examples[:_NUM_EXAMPLES]
+  text = f'The {len(shown)} worst of the {len(found.examples)} examples.'
+  if found.order == 'chrF':
+    values = [example.similarity or 0.0 for example in found.examples]
+    num_equal = sum(value == 100 for value in values)
+    text = (
+      f'The {count(len(shown), "example")} with the lowest chrF of {len(values)}. Mean chrF {np.mean(values):.1f}; '
+      f'{num_equal} of {len(values)} predictions are equal to a target.'
+    )
+  elif not found.order:
+    text = f'The first {count(len(shown), "example")} of {len(found.examples)}, in the order of the file.'
+  yield html_page.note(text)
+  columns = {
+    'input': [example.inputs for example in shown],
+    'target': [example.target for example in shown],
+    'prediction': [example.prediction for example in shown],
+    'chrF': [
+      '' if example.similarity is None else f'{example.similarity:.1f}' for example in shown
+    ],
+    'score': ['' if example.score is None else _number(example.score) for example in shown],
+  }
+  columns = {name: cells for name, cells in columns.items() if any(cells)}
+  yield from html_page.table(
+    list(columns), zip(*columns.values(), strict=True), kind='text stacked'
+  )
+
+
+class Warning(NamedTuple):
+  """A message of the log.
+
+  Attributes:
+    message: text of the message.
+    level: 'warning', 'error' or another kind of event.
+    number: how often it was logged.
+    step: step at which it was logged last; None before the first step.
+  """
+
+  message: str
+  level: str
+  number: int
+  step: int | None
+
+
+def warnings(run: RunRecord) -> list[Warning]:
+  """Return the warnings of a run, each message once, and problems of its files, the newest last."""
+  found: dict[str, Warning] = {}
+  for event in run.events:
+    message = ''
+    level = event.kind
+    if event.kind == 'warning':
+      message = str(event.details.get('message', ''))
+      level = str(event.details.get('level', 'warning'))
+    elif event.kind == 'rollback':
+      message = f'Training returned to step {event.details.get("to_step")}: {event.details.get("reason", "")}'
+    if message:
+      number = found[message].number + 1 if message in found else 1
+      found.pop(message, None)
+      found[message] = Warning(message, level, number, event.step)
+  return list(found.values())
+
+
+def log(runs: Sequence[RunRecord]) -> Iterator[str]:
+  """Yield the warnings of the runs, and lines of metrics that are damaged or missing."""
+  yield '<h2>Warnings</h2>'
+  has_any = False
+  for run in runs:
+    found = warnings(run)
+    if len(runs) > 1 and found:
+      yield f'<h3>{html_page.escape(run.name)}</h3>'
+    rows = []
+    for each in reversed(found[-_NUM_WARNINGS:]):
+      step = 'before the first' if each.step is None else f'{each.step:,}'
+      rows.append([each.message, each.level, f'{each.number:,}', step])
+    if rows:
+      has_any = True
+      yield from html_page.table(
+        ['message, the newest first', 'level', 'times', 'last at step'], rows, kind='text stacked'
+      )
+    if len(found) > _NUM_WARNINGS:
+      yield html_page.note(
+        f'{count(len(found) - _NUM_WARNINGS, "older message")} are in events.jsonl only.'
+      )
+    for writer, metrics in run.metrics.items():
+      for where in metrics.damaged:
+        has_any = True
+        name = f'{run.name}/{writer}/{where.rpartition("/")[2]}'
+        yield html_page.note(f'{code(name)} is damaged and was skipped.')
+      for missing in metrics.missing:
+        has_any = True
+        yield html_page.note(_missing(run, writer, missing))
+    if not run.events:
+      yield html_page.note(f'{code(run.name)} has no events.jsonl, so its warnings are unknown.')
+  if not has_any:
+    yield html_page.note('None.')
+
+
+def _missing(run: RunRecord, writer: str, missing: Mapping[str, Any]) -> str:
+  after = missing.get('after_step')
+  first = 'the start' if after is None else f'step {after}'
+  last = missing.get('to_step')
+  return (
+    f'{code(f"{run.name}/{writer}/metrics.jsonl")} lacks the lines after {html_page.escape(str(first))} up to step '
+    f'{html_page.escape(str(last))}: the file {html_page.escape(str(missing.get("cause")))}.'
+  )
+
+
+def routing(runs: Sequence[RunRecord]) -> Iterator[str]:
+  """Yield the load of the experts of sparse layers, if the metrics of training have it."""
+  for run in runs:
+    arrays = run.metrics['train'].arrays if 'train' in run.metrics else {}
+    layers = {_LOAD.fullmatch(name): arrays[name] for name in arrays if _LOAD.fullmatch(name)}
+    if not layers:
+      continue
+    title = 'Load of the experts'
+    yield (
+      f'<h2>{title}: {html_page.escape(run.name)}</h2>' if len(runs) > 1 else f'<h2>{title}</h2>'
+    )
+    rows = []
+    steps = set()
+    for match, (step, load) in layers.items():
+      row = _load_row(run, f'{match[1]} layer {match[2]}', match[0].removesuffix('load'), load)
+      if row is not None:
+        rows.append(row)
+        steps.add(step)
+    rows.sort(key=lambda row: row[0])
+    headings = [
+      'layer',
+      'load of each expert',
+      'experts',
+      'busiest / even',
+      'least / even',
+      'without tokens',
+      'choices dropped',
+    ]
+    yield from html_page.table(headings, rows)
+    yield html_page.note(
+      f'In the last period, up to step {max(steps):,}; the dashed line is an even share. More periods and figures: '
+      f'{code("python -m moe report RUN")}.'
+    )
+
+
+def _load_row(run: RunRecord, name: str, prefix: str, load: list) -> list[str | Cell] | None:
+  """Return the row of a layer; None if the load is not a list of numbers with a sum above 0."""
+  try:
+    shares = np.asarray(load, np.float64)
+  except ValueError:
+    return None
+  if shares.ndim != 1 or not np.isfinite(shares).all() or shares.sum() <= 0:
+    return None
+  relative = shares * len(shares) / shares.sum()
+  dropped = run.metrics['train'].points.get(f'{prefix}choices_dropped')
+  num_dead = int((relative == 0).sum())
+  return [
+    name,
+    Cell(element_html=_load_bars(relative)),
+    str(len(relative)),
+    f'{relative.max():.2f}×',
+    f'{relative.min():.2f}×',
+    Cell(str(num_dead), is_bad=num_dead > 0),
+    _UNKNOWN if dropped is None else format_percent(dropped[-1, 1]),
+  ]
+
+
+def _load_bars(relative: np.ndarray) -> str:
+  """Return a drawing with a bar for each expert, scaled to the busiest one."""
+  top = max(float(relative.max()), 1.0)
+  bars = ''.join(f'M{10 * k} 40v{-40 * value / top:.1f}h9V40z' for k, value in enumerate(relative))
+  width = 10 * len(relative)
+  even = 40 - 40 / top
+  return (
+    f'<svg class="load" viewBox="0 0 {width} 40" preserveAspectRatio="none" role="img" '
+    f'aria-label="load of each expert"><path d="{bars}"/>'
+    f'<line x1="0" x2="{width}" y1="{even:.1f}" y2="{even:.1f}" vector-effect="non-scaling-stroke"/></svg>'
+  )
+
+
+def _cut_off(text: str, length: int) -> str:
+  if len(text) <= length:
+    return text
+  return f'{text[: length - 1]}…'
