@@ -39,7 +39,7 @@ STYLE = """
 h3 { font-size: 1rem; margin: 1.4rem 0 .3rem; }
 details { margin: .7rem 0; } summary { cursor: pointer; color: var(--muted); }
 .text th, .text td { text-align: left; vertical-align: top; }
-.text td { overflow-wrap: anywhere; min-width: 5rem; }
+.text td { overflow-wrap: anywhere; min-width: 5rem; } .named td:first-child { min-width: 12rem; }
 .stacked td:first-child { white-space: pre-wrap; } .stacked td { white-space: pre-wrap; }
 .metrics { table-layout: fixed; } .metrics th:first-child { width: 34%; } small { color: var(--muted); }
 .bar { display: flex; height: 1.1rem; border-radius: 4px; overflow: hidden; margin: .3rem 0 .5rem; }
@@ -49,11 +49,12 @@ details { margin: .7rem 0; } summary { cursor: pointer; color: var(--muted); }
 .load line { stroke: var(--muted); stroke-dasharray: 2 2; }
 @media screen and (max-width: 44rem) {
   th:first-child, td:first-child { white-space: normal; min-width: 6.5rem; } th, td { padding: .28rem .35rem; }
-  .stacked thead { display: none; } 
+  .stacked thead { display: none; }
   .stacked tr { display: block; border-bottom: 1px solid var(--grid); padding: .4rem 0; }
-  .stacked td { display: grid; grid-template-columns: 6rem 1fr; border: 0; padding: .1rem 0; }
+  .stacked td { display: grid; grid-template-columns: 6rem 1fr; border: 0; padding: .1rem 0; text-align: left; }
+  .named td:first-child { display: block; font-weight: 600; } .named td:first-child::before { display: none; }
   .stacked td:empty { display: none; } .stacked td::before { content: attr(data-name); color: var(--muted); }
-  .metrics small { display: block; } }
+  .metrics { table-layout: auto; } .metrics small { display: block; } }
 """
 # Colours of the shares of the time of a run, the useful one first.
 _SHARE_COLORS = {
@@ -86,12 +87,11 @@ def summary(runs: Sequence[RunRecord]) -> Iterator[str]:
     'starts',
     'warnings',
     'parameters',
-    'written',
   ]
-  yield from html_page.table(headings, map(_run_row, runs))
+  yield from html_page.table(headings, map(_run_row, runs), kind='stacked named')
   for run in runs:
-    if run.status.message:
-      yield html_page.note(f'{code(run.name)}: {html_page.escape(run.status.message)}')
+    if run.is_good is not True:
+      yield html_page.note(f'{code(run.name)}: {html_page.escape(_status(run))}')
 
 
 def _cards(run: RunRecord) -> Iterator[Card]:
@@ -217,7 +217,6 @@ def _run_row(run: RunRecord) -> list[str | Cell]:
     starts,
     Cell(f'{num_warnings:,}', is_bad=num_warnings > 0) if run.events else _UNKNOWN,
     f'{run.facts["num_parameters"]:,}' if 'num_parameters' in run.facts else _UNKNOWN,
-    html_page.utc_time(run.newest),
   ]
 
 
@@ -273,7 +272,9 @@ def _name(text: str) -> Cell:
 
 def _number(value: float) -> str:
   """Return a number with six digits."""
-  if value == int(value) if math.isfinite(value) else False:
+  if math.isnan(value):
+    return 'NaN'
+  if value.is_integer() and abs(value) < 1e12:
     return f'{int(value):,}'
   return f'{value:.6g}'
 
@@ -355,17 +356,23 @@ def differences(runs: Sequence[RunRecord]) -> Iterator[str]:
   for run in without:
     yield html_page.note(f'{code(run.name)} has no readable <code>config.gin</code>.')
   names = dict.fromkeys(name for run in runs for name in run.configuration)
-  rows = []
+  rows: dict[bool, list[list[Cell]]] = {True: [], False: []}
   num_equal = 0
   for name in names:
     values = [run.configuration.get(name, _UNKNOWN) for run in runs]
     if len(set(values)) == 1:
       num_equal += 1
     elif name != 'MODEL_DIR':
-      rows.append([_name(name), *(Cell(element_html=code(value)) for value in values)])
-  if rows:
-    yield from html_page.table(['name', *(run.name for run in runs)], rows, kind='text')
-  elif not without:
+      is_macro = '.' not in name
+      rows[is_macro].append([_name(name), *(Cell(element_html=code(value)) for value in values)])
+  headings = ['name', *(run.name for run in runs)]
+  if rows[True]:
+    yield from html_page.table(headings, rows[True], kind='text stacked named')
+  if rows[False]:
+    parameters = html_page.table(headings, rows[False], kind='text stacked named')
+    summary_text = f'{count(len(rows[False]), "more parameter")} with different values'
+    yield from html_page.details(summary_text, parameters, is_open=not rows[True])
+  if not any(rows.values()) and not without:
     yield html_page.note('The configurations are equal.')
   yield html_page.note(
     f'{count(num_equal, "further value")} of <code>config.gin</code> are equal. Secrets are <code>***</code>, and a '
