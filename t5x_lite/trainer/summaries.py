@@ -521,7 +521,9 @@ def parse_line(row: dict[str, Any] | None) -> MetricsLine | None:
   for name, value in row.items():
     if name in ('step', 'wall_time'):
       continue
-    if isinstance(value, str) and value not in _NOT_IN_JSON:
+    if type(value) is float:  # nearly all, and a file may have millions
+      line.numbers[name] = value
+    elif isinstance(value, str) and value not in _NOT_IN_JSON:
       line.texts[name] = value
     elif not _is_numbers(value):
       return None

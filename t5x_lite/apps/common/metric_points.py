@@ -69,9 +69,7 @@ def _read(path: files.Path) -> WriterMetrics:
   wall_time = np.nan
   for line in reader.read():
     for name, value in line.numbers.items():
-      column = columns[name]
-      column.append(line.step)
-      column.append(value)
+      columns[name].extend((line.step, value))
     for name, values in line.arrays.items():
       arrays[name] = line.step, values
     if line.wall_time is not None:
