@@ -43,20 +43,13 @@ class TaskExamples:
     task: name of the task.
     step: step of the evaluation.
     examples: the worst first: by `similarity`, or by `score` without predictions; without both in the file's order.
+    order: 'chrF', 'score' or '', the value by which the examples are ordered.
   """
 
   task: str
   step: int
   examples: Sequence[Example]
-
-  @property
-  def order(self) -> str:
-    """The name of the value by which the examples are ordered; '' if they are not."""
-    if self.examples and self.examples[0].similarity is not None:
-      return 'chrF'
-    if self.examples and self.examples[0].score is not None:
-      return 'score'
-    return ''
+  order: str
 
 
 def newest(run: RunRecord) -> Iterator[TaskExamples]:
@@ -66,22 +59,31 @@ def newest(run: RunRecord) -> Iterator[TaskExamples]:
       continue
     step = max(int(points[-1, 0]) for points in metrics.points.values())
     rows = run_files.predictions(run.path, writer, step, limit=_NUM_COMPARED)
-    examples = sorted(map(_example, rows), key=_badness)
-    if examples:
-      yield TaskExamples(task=writer.removeprefix(_INFERENCE), step=step, examples=examples)
+    found = list(map(_example, rows))
+    if found:
+      order, values = _values(found)
+      # Sorting keeps the order of equal values. NaN is bad, an unknown value is last.
+      keys = [math.inf if value is None else value for value in values]
+      keys = [-math.inf if math.isnan(key) else key for key in keys]
+      ranked = [found[index] for index in sorted(range(len(found)), key=keys.__getitem__)]
+      yield TaskExamples(
+        task=writer.removeprefix(_INFERENCE), step=step, examples=ranked, order=order
+      )
 
 
-def _badness(example: Example) -> float:
-  """Return a number that is small for bad predictions."""
-  if example.similarity is not None:
-    return example.similarity
-  if example.score is not None and not math.isnan(example.score):
-    return example.score
-  return -math.inf
+def _values(found: Sequence[Example]) -> tuple[str, list[float | None]]:
+  """Return the name of the value that says how good a prediction is, and the values; '' if there is none."""
+  similarities = [example.similarity for example in found]
+  if any(value is not None for value in similarities):
+    return 'chrF', similarities
+  scores = [example.score for example in found]
+  if any(value is not None for value in scores):
+    return 'score', scores
+  return '', scores
 
 
 def _example(row: Mapping[str, Any]) -> Example:
-  targets = row.get('references') or row.get('targets', '')
+  targets = row.get('references') or row.get('targets')
   if not isinstance(targets, list):
     targets = [targets]
   prediction = row.get('prediction')

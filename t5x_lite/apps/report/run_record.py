@@ -97,7 +97,9 @@ class RunRecord:
 
   @property
   def is_good(self) -> bool | None:
-    """True for a run that has ended as planned, False for one that has not; None for one that is running."""
+    """True for a run that has ended as planned, False for one that has not; None if it is running or unknown."""
+    if self.status.cause == 'data_ended':  # as NUM_EPOCHS wants it, or too early
+      return None
     if self.status.has_ended:
       return self.status.cause in _GOOD_ENDS
     if self.state == 'no end recorded':

@@ -528,7 +528,7 @@ def _examples(found: examples.TaskExamples) -> Iterator[str]:
   shown = found.examples[:_NUM_EXAMPLES]
   text = f'The {len(shown)} worst of the {len(found.examples)} examples.'
   if found.order == 'chrF':
-    values = [example.similarity or 0.0 for example in found.examples]
+    values = [each.similarity for each in found.examples if each.similarity is not None]
     num_equal = sum(value == 100 for value in values)
     text = (
       f'The {count(len(shown), "example")} with the lowest chrF of {len(values)}. Mean chrF {np.mean(values):.1f}; '
@@ -635,21 +635,20 @@ def routing(runs: Sequence[RunRecord]) -> Iterator[str]:
   """Yield the load of the experts of sparse layers, if the metrics of training have it."""
   for run in runs:
     arrays = run.metrics['train'].arrays if 'train' in run.metrics else {}
-    layers = {_LOAD.fullmatch(name): arrays[name] for name in arrays if _LOAD.fullmatch(name)}
-    if not layers:
-      continue
-    title = 'Load of the experts'
-    yield (
-      f'<h2>{title}: {html_page.escape(run.name)}</h2>' if len(runs) > 1 else f'<h2>{title}</h2>'
-    )
     rows = []
-    steps = set()
-    for match, (step, load) in layers.items():
-      row = _load_row(run, f'{match[1]} layer {match[2]}', match[0].removesuffix('load'), load)
+    last = 0
+    for name, (step, load) in arrays.items():
+      match = _LOAD.fullmatch(name)
+      if match is None:
+        continue
+      row = _load_row(run, f'{match[1]} layer {match[2]}', name.removesuffix('load'), load)
       if row is not None:
         rows.append(row)
-        steps.add(step)
-    rows.sort(key=lambda row: row[0])
+        last = max(last, step)
+    if not rows:
+      continue
+    whose = f': {run.name}' if len(runs) > 1 else ''
+    yield f'<h2>{html_page.escape(f"Load of the experts{whose}")}</h2>'
     headings = [
       'layer',
       'load of each expert',
@@ -661,7 +660,7 @@ def routing(runs: Sequence[RunRecord]) -> Iterator[str]:
     ]
     yield from html_page.table(headings, rows)
     yield html_page.note(
-      f'In the last period, up to step {max(steps):,}; the dashed line is an even share. More periods and figures: '
+      f'In the last period, up to step {last:,}; the dashed line is an even share. More periods and figures: '
       f'{code("python -m moe report RUN")}.'
     )
 
