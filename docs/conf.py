@@ -73,6 +73,7 @@ _MODULES = {
     't5x_lite.apps.precompile',
     't5x_lite.apps.vocab',
     't5x_lite.apps.plot',
+    't5x_lite.apps.report',
     't5x_lite.apps.explain_sharding',
     't5x_lite.apps.chat',
     't5x_lite.notebook',

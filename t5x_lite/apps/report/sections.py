@@ -149,7 +149,7 @@ def _result(run: RunRecord) -> Iterator[Card]:
     return
   writer, row = found
   text = f'{row.name} of {writer} at step {row.last_step:,}.'
-  if row.best is not None and row.best_step != row.last_step:
+  if row.best is not None and row.best != row.last:
     text += f' Best: {_number(row.best)} at step {row.best_step:,}.'
   is_good = None if math.isfinite(row.last) else False
   yield Card(title='Result', value=f'{row.name} {_number(row.last)}', is_good=is_good, text=text)
