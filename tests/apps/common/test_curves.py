@@ -1,7 +1,9 @@
 """Panels of plots: titles, axes, legends, and lines with missing values."""
 
+import itertools
 import math
 
+import numpy as np
 import pytest
 
 from t5x_lite.apps.common import curves
@@ -183,6 +185,31 @@ def test_missing_values_are_gaps_that_the_notes_count():
   assert '2 of 24 values are NaN or infinite' in _notes(axes)
   assert [math.isnan(value) for value in line.get_ydata()[:4]] == [False, True, False, True]
   assert line.get_markevery() == [0, 2]  # points without a neighbour would be invisible
+
+
+def test_a_long_line_keeps_the_extremes_of_each_column_of_pixels():
+  num_points = 50_000
+  random = np.random.default_rng(0)
+  steps = np.cumsum(random.integers(1, 4, num_points))
+  values = random.normal(size=num_points)
+  values[1000:3000] = math.nan
+  values[[20_000, 20_001, 20_003]] = 9.0, -9.0, math.inf
+  panels, _ = _draw({'a': {'train': {'accuracy': np.stack([steps, values], axis=1)}}}, ['accuracy'])
+  (axes,) = panels.values()
+  (line,) = axes.get_lines()
+  x, y = line.get_xdata(), line.get_ydata()
+  assert len(x) <= 1204 and (np.diff(x) > 0).all()
+  assert '2,001 of 50,000 values are NaN or infinite' in _notes(axes)
+  edges = np.linspace(steps[0], steps[-1], 301)
+  for low, high in itertools.pairwise(edges):
+    exact = values[(steps >= low) & (steps < high)]
+    finite = exact[np.isfinite(exact)]
+    drawn = y[(x >= low) & (x < high)]
+    if finite.size:
+      assert (np.nanmin(drawn), np.nanmax(drawn)) == (finite.min(), finite.max())
+    else:  # a gap
+      assert drawn.size and np.isnan(drawn).all()
+  assert (x[0], x[-1]) == (steps[0], steps[-1])
 
 
 def test_nothing_but_nan_and_a_single_point():
