@@ -90,8 +90,9 @@ def _example(row: Mapping[str, Any]) -> Example:
   if isinstance(prediction, list) and prediction:  # several decodes, the best last
     prediction = prediction[-1]
   similarity = None
-  if isinstance(prediction, str) and targets and all(isinstance(each, str) for each in targets):
-    similarity = max(_chrf(prediction, target) for target in targets)
+  texts = [each for each in targets if isinstance(each, str)]
+  if isinstance(prediction, str) and texts:
+    similarity = max(_chrf(prediction, text) for text in texts)
   score = row.get('score')
   return Example(
     inputs=_shown(row.get('inputs', '')),

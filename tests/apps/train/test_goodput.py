@@ -36,6 +36,7 @@ def test_a_killed_run_tells_what_it_lost(tmp_path):
   assert [(event.kind, event.step) for event in killed if event.kind != 'save_committed'] == [
     ('start', None),
     ('restored', 0),
+    ('data_sampled', 0),
     ('compiled', 0),
     ('first_step', 1),
     ('save_begun', 6),

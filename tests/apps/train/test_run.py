@@ -162,6 +162,7 @@ def test_events(finished):
   assert shown == [
     ('start', None),
     ('restored', 0),
+    ('data_sampled', 0),
     ('compiled', 0),
     *((kind, 0) for kind in evaluation),
     ('save_begun', 0),
