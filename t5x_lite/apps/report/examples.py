@@ -1,10 +1,9 @@
 """Examples of evaluations by decoding, those first whose prediction is least like the target."""
 
 from collections.abc import Iterator, Mapping, Sequence
-import dataclasses
 import json
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from t5x_lite.apps.common import run_files
 from t5x_lite.apps.report.run_record import RunRecord
@@ -16,34 +15,28 @@ _NUM_COMPARED = 200
 _MAX_TEXT = 1000
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Example:
+class Example(NamedTuple):
   """An example with its prediction.
 
   Attributes:
-    inputs: the input; '' if the file has none.
-    target: the target, or several texts of which one is enough.
-    prediction: the prediction; '' if the example was only scored.
-    score: log-probability of the target; None if it was not computed.
+    texts: what is shown, by name: input, target (or several of which one is enough), prediction, chrF, score.
     similarity: chrF of the prediction, 0 to 100, with the target that is most like it; None without texts.
+    score: log-probability of the target; None if it was not computed.
   """
 
-  inputs: str
-  target: str
-  prediction: str
-  score: float | None
+  texts: Mapping[str, str]
   similarity: float | None
+  score: float | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TaskExamples:
-  """Examples of a task at its newest evaluation, in the order of the page.
+class TaskExamples(NamedTuple):
+  """Examples of a task at its newest evaluation.
 
   Attributes:
     task: name of the task.
     step: step of the evaluation.
     examples: the worst first: by `similarity`, or by `score` without predictions; without both in the file's order.
-    order: 'chrF', 'score' or '', the value by which the examples are ordered.
+    order: the order in words.
   """
 
   task: str
@@ -60,26 +53,20 @@ def newest(run: RunRecord) -> Iterator[TaskExamples]:
     step = max(int(points[-1, 0]) for points in metrics.points.values())
     rows = run_files.predictions(run.path, writer, step, limit=_NUM_COMPARED)
     found = list(map(_example, rows))
-    if found:
-      order, values = _values(found)
-      # Sorting keeps the order of equal values. NaN is bad, an unknown value is last.
-      keys = [math.inf if value is None else value for value in values]
-      keys = [-math.inf if math.isnan(key) else key for key in keys]
-      ranked = [found[index] for index in sorted(range(len(found)), key=keys.__getitem__)]
-      yield TaskExamples(
-        task=writer.removeprefix(_INFERENCE), step=step, examples=ranked, order=order
-      )
-
-
-def _values(found: Sequence[Example]) -> tuple[str, list[float | None]]:
-  """Return the name of the value that says how good a prediction is, and the values; '' if there is none."""
-  similarities = [example.similarity for example in found]
-  if any(value is not None for value in similarities):
-    return 'chrF', similarities
-  scores = [example.score for example in found]
-  if any(value is not None for value in scores):
-    return 'score', scores
-  return '', scores
+    order = 'in the order of the file'
+    values: list[float | None] = [each.similarity for each in found]
+    if any(value is not None for value in values):
+      order = 'those with the lowest chrF first'
+    else:
+      values = [each.score for each in found]
+      if any(value is not None for value in values):
+        order = 'those with the lowest score first'
+    # Sorting keeps the order of equal values. NaN is bad, an unknown value is last.
+    keys = [math.inf if value is None else value for value in values]
+    keys = [-math.inf if math.isnan(key) else key for key in keys]
+    ranked = [found[index] for index in sorted(range(len(found)), key=keys.__getitem__)]
+    if ranked:
+      yield TaskExamples(writer.removeprefix(_INFERENCE), step, ranked, order)
 
 
 def _example(row: Mapping[str, Any]) -> Example:
@@ -89,18 +76,20 @@ def _example(row: Mapping[str, Any]) -> Example:
   prediction = row.get('prediction')
   if isinstance(prediction, list) and prediction:  # several decodes, the best last
     prediction = prediction[-1]
+  texts = {'input': _shown(row.get('inputs')), 'target': '\n'.join(map(_shown, targets))}
   similarity = None
-  texts = [each for each in targets if isinstance(each, str)]
-  if isinstance(prediction, str) and texts:
-    similarity = max(_chrf(prediction, text) for text in texts)
+  if prediction is not None:
+    texts['prediction'] = _shown(prediction)
+  comparable = [each for each in targets if isinstance(each, str)]
+  if isinstance(prediction, str) and comparable:
+    similarity = max(_chrf(prediction, target) for target in comparable)
+    texts['chrF'] = f'{similarity:.1f}'
   score = row.get('score')
-  return Example(
-    inputs=_shown(row.get('inputs', '')),
-    target='\n'.join(map(_shown, targets)),
-    prediction=_shown(prediction),
-    score=score if isinstance(score, float) else None,
-    similarity=similarity,
-  )
+  if isinstance(score, float):
+    texts['score'] = f'{score:.6g}'
+  else:
+    score = None
+  return Example(texts, similarity, score)
 
 
 def _chrf(prediction: str, target: str) -> float:

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Mapping, Sequence
+import contextlib
 import dataclasses
 import functools
 import math
@@ -31,11 +32,6 @@ _ENDS = {
 _GOOD_ENDS = ('completed', 'action')
 # Details of the event 'data_sampled' that are numbers by feature.
 _SAMPLED = ('lengths', 'num_cut', 'num_tokens', 'num_lost')
-_LENGTHS = (
-  'train/data.DatasetConfig.task_feature_lengths',
-  'data.DatasetConfig.task_feature_lengths',
-  'TASK_FEATURE_LENGTHS',
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +71,7 @@ class RunRecord:
   @property
   def last_step(self) -> str:
     """The step at which the run ends by its configuration, as text; '' if it is unknown."""
-    return self.value('TRAIN_STEPS', 'train_script.train.total_steps')
+    return self.configuration.get('TRAIN_STEPS', '')
 
   @property
   def newest(self) -> float:
@@ -131,23 +127,11 @@ class RunRecord:
     """Feature lengths of the training data by feature; empty if they are unknown."""
     if self.sample is not None:
       return self.sample.get('lengths', {})
-    try:
-      found = ast.literal_eval(self.value(*_LENGTHS))
-    except (ValueError, SyntaxError):
-      return {}
-    if isinstance(found, dict):
-      return found
+    with contextlib.suppress(ValueError, SyntaxError):
+      found = ast.literal_eval(self.configuration.get('TASK_FEATURE_LENGTHS', ''))
+      if isinstance(found, dict):
+        return found
     return {}
-
-  def value(self, *names: str) -> str:
-    """Return the first of these values of the configuration, with macros replaced; '' without any."""
-    for name in names:
-      value = self.configuration.get(name, '')
-      if value.startswith('%'):
-        value = self.configuration.get(value[1:], '')
-      if value:
-        return value
-    return ''
 
 
 def read(name: str, model_dir: str | os.PathLike[str]) -> RunRecord:

@@ -77,17 +77,8 @@ def summary(runs: Sequence[RunRecord]) -> Iterator[str]:
     yield from html_page.definitions('Run', _facts(runs[0]))
     return
   yield '<h2>Runs</h2>'
-  headings = [
-    'run',
-    'status',
-    'step',
-    'result',
-    'goodput',
-    'time',
-    'starts',
-    'warnings',
-    'parameters',
-  ]
+  names = ['run', 'status', 'step', 'result', 'goodput', 'time', 'starts']
+  headings = [*names, 'warnings', 'parameters']
   yield from html_page.table(headings, map(_run_row, runs), kind='stacked named')
   for run in runs:
     if run.is_good is not True:
@@ -104,17 +95,15 @@ def _cards(run: RunRecord) -> Iterator[Card]:
     yield Card(title='Goodput', value=share, is_good=None, text=text)
   if run.events:
     found = warnings(run)
-    value = f'{sum(each.number for each in found):,}'
+    value = f'{sum(number for number, _ in found.values()):,}'
     text = 'The log of the run has no warning.'
     if found:
-      text = f'The newest: {_cut_off(found[-1].message, 200)}'
+      text = f'The newest: {_cut_off(next(reversed(found)), 200)}'
     yield Card(title='Warnings', value=value, is_good=not found, text=text)
-  shares = _cut_shares(run)
-  if any(shares.values()):
+  shares = {feature: share for feature, (share, _) in _cut_shares(run).items() if share}
+  if shares:
     value = format_percent(max(shares.values()))
-    names = ', '.join(
-      f'{name} in {format_percent(share)}' for name, share in shares.items() if share
-    )
+    names = ', '.join(f'{feature} in {format_percent(shares[feature])}' for feature in shares)
     text = f'Of the first training examples, texts are longer than the feature lengths: {names}.'
     yield Card(title='Cut examples', value=value, is_good=False, text=text)
 
@@ -143,20 +132,21 @@ def _status(run: RunRecord) -> str:
 
 
 def _result(run: RunRecord) -> Iterator[Card]:
-  """Yield the card of the most important metric: of decoding, else of teacher-forced evaluation, else of training."""
+  """Yield the card of the most important metric."""
   found = _main_metric(run)
   if found is None:
     return
-  writer, row = found
-  text = f'{row.name} of {writer} at step {row.last_step:,}.'
-  if row.best is not None and row.best != row.last:
-    text += f' Best: {_number(row.best)} at step {row.best_step:,}.'
-  is_good = None if math.isfinite(row.last) else False
-  yield Card(title='Result', value=f'{row.name} {_number(row.last)}', is_good=is_good, text=text)
+  writer, values = found
+  step, last = values.last
+  text = f'{values.name} of {writer} at step {step:,.0f}.'
+  if values.best is not None and values.best[1] != last:
+    text += f' Best: {_number(values.best[1])} at step {values.best[0]:,.0f}.'
+  is_good = None if math.isfinite(last) else False
+  yield Card(title='Result', value=f'{values.name} {_number(last)}', is_good=is_good, text=text)
 
 
-def _main_metric(run: RunRecord) -> tuple[str, '_Row'] | None:
-  """Return (writer, values) of the most important metric; None if no metric with a known direction is recorded."""
+def _main_metric(run: RunRecord) -> tuple[str, '_Values'] | None:
+  """Return (writer, values) of a metric of decoding, else of teacher forcing, else of training; None without one."""
   for kind in reversed(_KINDS):
     writers = [writer for writer in run.metrics if writer.partition('/')[0] == kind]
     # A mean over tasks says more than one of them.
@@ -164,32 +154,24 @@ def _main_metric(run: RunRecord) -> tuple[str, '_Row'] | None:
       points = run.metrics[writer].points
       for name in text_report.metrics_in_order(points):
         if _direction(name):
-          return writer, _Row(name, points[name])
+          return writer, _values(name, points[name])
   return None
 
 
 def _facts(run: RunRecord) -> Iterator[tuple[str, str]]:
-  for name, label in (('num_parameters', 'Parameters'), ('hardware', 'Hardware')):
+  if 'num_parameters' in run.facts:
+    yield 'Parameters', f'{run.facts["num_parameters"]:,}'
+  for name, label in (('hardware', 'Hardware'), ('data/content', 'Data')):
     if name in run.facts:
-      yield label, f'{run.facts[name]:,}' if name == 'num_parameters' else str(run.facts[name])
-  started = [event for event in run.events if event.kind == 'start']
-  if started:
-    yield 'Started', html_page.utc_time(started[0].wall_time)
-  sources = [event.details.get('source') for event in run.events if event.kind == 'restored']
-  if sources:
-    yield 'Started from', str(sources[0]).rstrip('/').rpartition('/')[2]
-  if math.isfinite(run.newest):
-    yield 'Newest record', html_page.utc_time(run.newest)
-  versions = [
-    f'{name.removeprefix("versions/")} {run.facts[name]}'
-    for name in run.facts
-    if name.startswith('versions/')
-  ]
-  if versions:
-    yield 'Versions', ', '.join(sorted(versions))
-  content = run.facts.get('data/content')
-  if content is not None:
-    yield 'Data', str(content)
+      yield label, str(run.facts[name])
+  times = [event.wall_time for event in run.events if event.kind == 'start']
+  if times:
+    yield 'Started', html_page.utc_time(times[0])
+  yield 'Newest record', html_page.utc_time(run.newest) or _UNKNOWN
+  prefix = 'versions/'
+  names = sorted(name for name in run.facts if name.startswith(prefix))
+  versions = [f'{name.removeprefix(prefix)} {run.facts[name]}' for name in names]
+  yield 'Versions', ', '.join(versions) or _UNKNOWN
 
 
 def _run_row(run: RunRecord) -> list[str | Cell]:
@@ -201,12 +183,12 @@ def _run_row(run: RunRecord) -> list[str | Cell]:
     share = format_percent(run.goodput.details['goodput'])
     time = format_duration(run.goodput.total_seconds)
     starts = str(run.goodput.num_starts)
-  num_warnings = sum(each.number for each in warnings(run))
+  num_warnings = sum(number for number, _ in warnings(run).values())
   result = Cell(_UNKNOWN)
   found = _main_metric(run)
   if found is not None:
-    row = found[1]
-    result = Cell(f'{row.name} {_number(row.last)}', is_bad=not math.isfinite(row.last))
+    name, (_, last), _ = found[1]
+    result = Cell(f'{name} {_number(last)}', is_bad=not math.isfinite(last))
   return [
     run.name,
     Cell(run.state, is_bad=run.is_good is False),
@@ -220,37 +202,21 @@ def _run_row(run: RunRecord) -> list[str | Cell]:
   ]
 
 
-class _Row:
-  """Last and best value of a metric.
+class _Values(NamedTuple):
+  """A metric with the (step, value) of its last line, and of its best one; None if it is unknown what is better."""
 
-  Attributes:
-    name: name of the metric.
-    last: value of the last line.
-    last_step: its step.
-    best: best value, without those that are not finite; None if it is unknown which values are better.
-    best_step: its step.
-    num_missing: number of values that are not finite.
-  """
+  name: str
+  last: np.ndarray
+  best: np.ndarray | None
 
-  def __init__(self, name: str, points: np.ndarray):
-    self.name = name
-    self.last_step = int(points[-1, 0])
-    self.last = float(points[-1, 1])
-    self.best = None
-    self.best_step = 0
-    finite = points[np.isfinite(points[:, 1])]
-    self.num_missing = len(points) - len(finite)
-    sign = _direction(name)
-    if sign and len(finite):
-      index = int(np.argmax(sign * finite[:, 1]))
-      self.best = float(finite[index, 1])
-      self.best_step = int(finite[index, 0])
 
-  def cells(self) -> list[str | Cell]:
-    """Return the cells of the last and of the best value."""
-    last = _at_step(self.last, self.last_step)
-    best = _UNKNOWN if self.best is None else _at_step(self.best, self.best_step)
-    return [last, best]
+def _values(name: str, points: np.ndarray) -> _Values:
+  finite = points[np.isfinite(points[:, 1])]
+  sign = _direction(name)
+  best = None
+  if sign and len(finite):
+    best = finite[np.argmax(sign * finite[:, 1])]
+  return _Values(name, points[-1], best)
 
 
 def _direction(name: str) -> int:
@@ -260,8 +226,11 @@ def _direction(name: str) -> int:
   return -1 if _LOWER.fullmatch(name) else 0
 
 
-def _at_step(value: float, step: int) -> Cell:
-  element = f'{_number(value)} <small>at {step:,}</small>'
+def _at_step(point: np.ndarray | None) -> Cell:
+  if point is None:
+    return Cell(_UNKNOWN)
+  step, value = point
+  element = f'{_number(value)} <small>at {step:,.0f}</small>'
   return Cell(element_html=element, is_bad=not math.isfinite(value))
 
 
@@ -274,8 +243,8 @@ def _number(value: float) -> str:
   """Return a number with six digits."""
   if math.isnan(value):
     return 'NaN'
-  if value.is_integer() and abs(value) < 1e12:
-    return f'{int(value):,}'
+  if value == round(value, 0) and abs(value) < 1e12:
+    return f'{value:,.0f}'
   return f'{value:.6g}'
 
 
@@ -294,8 +263,9 @@ def final_metrics(runs: Sequence[RunRecord]) -> Iterator[str]:
       title = _name(name)
       for run in runs:
         if writer in run.metrics and name in run.metrics[writer].points:
-          cells = _Row(name, run.metrics[writer].points[name]).cells()
-          rows.append([title, run.name, *cells] if len(runs) > 1 else [title, *cells])
+          _, *cells = _values(name, run.metrics[writer].points[name])
+          names_of_row = [title, run.name] if len(runs) > 1 else [title]
+          rows.append([*names_of_row, *map(_at_step, cells)])
           title = Cell()  # the rows of other runs are below
     headings = ['metric', 'last, at step', 'best, at step']
     if len(runs) > 1:
@@ -382,64 +352,47 @@ def differences(runs: Sequence[RunRecord]) -> Iterator[str]:
 
 def lengths(runs: Sequence[RunRecord]) -> Iterator[str]:
   """Yield feature lengths, the share of examples that are cut to them, and the share of padding."""
+  yield '<h2>Lengths and truncation</h2>'
   rows = []
+  notes = []
   for run in runs:
+    name = f'{run.name}: ' if len(runs) > 1 else ''
     shares = _cut_shares(run)
     for feature, length in run.lengths.items():
-      cut = lost = Cell(_UNKNOWN)
+      cells = [Cell(_UNKNOWN)] * 2
       if feature in shares:
-        cut = Cell(format_percent(shares[feature]), is_bad=shares[feature] > 0)
-        lost = Cell(format_percent(_lost_share(run, feature)), is_bad=shares[feature] > 0)
-      row = [feature, str(length), cut, lost]
-      rows.append([f'{run.name}: {feature}', *row[1:]] if len(runs) > 1 else row)
-  yield '<h2>Lengths and truncation</h2>'
+        cells = [Cell(format_percent(share), is_bad=share > 0) for share in shares[feature]]
+      rows.append([f'{name}{feature}', str(length), *cells])
+    text = 'The run has not recorded how many examples are cut.'
+    if run.sample is not None:
+      size = count(run.sample['num_examples'], 'example')
+      text = f'Cut examples were counted in the first {size} of the training data.'
+    text += f' Positions of the last training batches that are not padding: {_padding(run)}.'
+    notes.append(html_page.note(html_page.escape(f'{name}{text}')))
   if rows:
     yield from html_page.table(['feature', 'length', 'examples cut', 'tokens lost'], rows)
-  for run in runs:
-    sizes = {run.sample['num_examples'] for run in (run,) if run.sample is not None}
-    padding = _padding(run)
-    name = f'{code(run.name)}: ' if len(runs) > 1 else ''
-    sampled = 'The run has not recorded how many examples are cut.'
-    if sizes:
-      sampled = f'Cut examples were counted in the first {count(sizes.pop(), "example")} of the training data.'
-    elif any(_cut_shares(run).values()):
-      sampled = 'Cut examples were counted in the first examples of the training data.'
-    if padding:
-      sampled += f' Positions of the last training batches that are not padding: {padding}.'
-    yield html_page.note(f'{name}{sampled}')
+  yield from notes
 
 
-def _cut_shares(run: RunRecord) -> dict[str, float]:
-  """Return the share of the sampled training examples that are cut, by feature; empty if it is unknown."""
+def _cut_shares(run: RunRecord) -> dict[str, tuple[float, float]]:
+  """Return the shares of the sampled training examples, and of their tokens, that are cut; empty if unknown."""
   sample = run.sample
+  found = {}
   if sample is not None:
-    size = max(sample['num_examples'], 1)
-    return {feature: number / size for feature, number in sample['num_cut'].items()}
-  # Runs of earlier versions have only the shares above 0.
-  prefix = 'data/truncated_examples_fraction/'
-  points = run.metrics['train'].points if 'train' in run.metrics else {}
-  return {
-    name.removeprefix(prefix): points[name][-1, 1] for name in points if name.startswith(prefix)
-  }
-
-
-def _lost_share(run: RunRecord, feature: str) -> float:
-  """Return the share of the tokens of the sampled training examples that cutting loses; NaN if it is unknown."""
-  sample = run.sample
-  if sample is not None:
-    return sample['num_lost'].get(feature, 0) / max(sample['num_tokens'].get(feature, 0), 1)
-  points = run.metrics['train'].points.get(f'data/truncated_tokens_fraction/{feature}')
-  return math.nan if points is None else points[-1, 1]
+    for feature, number in sample['num_cut'].items():
+      lost = sample['num_lost'].get(feature, 0) / max(sample['num_tokens'].get(feature, 0), 1)
+      found[feature] = number / max(sample['num_examples'], 1), lost
+  return found
 
 
 def _padding(run: RunRecord) -> str:
   prefix = 'non_padding_fraction/'
+  points = run.metrics['train'].points if 'train' in run.metrics else {}
   shares = []
-  for name, points in run.metrics['train'].points.items() if 'train' in run.metrics else ():
-    feature = name.removeprefix(prefix)
-    if name.startswith(prefix) and feature.endswith('_tokens'):
-      shares.append(f'{html_page.escape(feature)} {format_percent(points[-1, 1])}')
-  return ', '.join(shares)
+  for name in points:
+    if name.startswith(prefix) and name.endswith('_tokens'):
+      shares.append(f'{name.removeprefix(prefix)} {format_percent(points[name][-1, 1])}')
+  return ', '.join(shares) or 'unknown'
 
 
 def time_of_run(runs: Sequence[RunRecord]) -> Iterator[str]:
@@ -487,21 +440,14 @@ def _starts(run: RunRecord) -> Iterator[str]:
   rows: list[list[str | Cell]] = []
   for event in run.events:
     if event.kind == 'start':
-      rows.append(
-        [
-          html_page.utc_time(event.wall_time),
-          _UNKNOWN,
-          _UNKNOWN,
-          Cell('no end recorded', is_bad=True),
-        ]
-      )
+      begun = html_page.utc_time(event.wall_time)
+      rows.append([begun, _UNKNOWN, _UNKNOWN, Cell('no end recorded', is_bad=True)])
     elif rows and event.kind == 'restored' and event.step is not None:
       rows[-1][1] = f'{event.step:,}'
     if rows and event.step is not None:
       rows[-1][2] = f'{event.step:,}'
     if rows and event.kind == 'stop':
-      cause = str(event.details.get('cause'))
-      rows[-1][3] = cause.replace('_', ' ')
+      rows[-1][3] = str(event.details.get('cause')).replace('_', ' ')
   if len(rows) > 1:
     headings = ['started', 'from step', 'to step', 'ended']
     summary_text = f'{count(len(rows), "start")} of {run.name}'
@@ -526,99 +472,61 @@ def predictions(runs: Sequence[RunRecord]) -> Iterator[str]:
 
 def _examples(found: examples.TaskExamples) -> Iterator[str]:
   shown = found.examples[:_NUM_EXAMPLES]
-  text = f'The {len(shown)} worst of the {len(found.examples)} examples.'
-  if found.order == 'chrF':
-    values = [each.similarity for each in found.examples if each.similarity is not None]
+  text = f'{len(shown)} of {len(found.examples)} examples, {found.order}.'
+  values = [each.similarity for each in found.examples if each.similarity is not None]
+  if values:
     num_equal = sum(value == 100 for value in values)
-    text = (
-      f'The {count(len(shown), "example")} with the lowest chrF of {len(values)}. Mean chrF {np.mean(values):.1f}; '
-      f'{num_equal} of {len(values)} predictions are equal to a target.'
-    )
-  elif not found.order:
-    text = f'The first {count(len(shown), "example")} of {len(found.examples)}, in the order of the file.'
+    text += f' Mean chrF {np.mean(values):.1f}; {num_equal} predictions are equal to a target.'
   yield html_page.note(text)
-  columns = {
-    'input': [example.inputs for example in shown],
-    'target': [example.target for example in shown],
-    'prediction': [example.prediction for example in shown],
-    'chrF': [
-      '' if example.similarity is None else f'{example.similarity:.1f}' for example in shown
-    ],
-    'score': ['' if example.score is None else _number(example.score) for example in shown],
-  }
-  columns = {name: cells for name, cells in columns.items() if any(cells)}
-  yield from html_page.table(
-    list(columns), zip(*columns.values(), strict=True), kind='text stacked'
-  )
+  names = dict.fromkeys(name for each in shown for name in each.texts)
+  rows = [[each.texts.get(name, '') for name in names] for each in shown]
+  yield from html_page.table(list(names), rows, kind='text stacked')
 
 
-class Warning(NamedTuple):
-  """A message of the log.
-
-  Attributes:
-    message: text of the message.
-    level: 'warning', 'error' or another kind of event.
-    number: how often it was logged.
-    step: step at which it was logged last; None before the first step.
-  """
-
-  message: str
-  level: str
-  number: int
-  step: int | None
-
-
-def warnings(run: RunRecord) -> list[Warning]:
-  """Return the warnings of a run, each message once, and problems of its files, the newest last."""
-  found: dict[str, Warning] = {}
+def warnings(run: RunRecord) -> dict[str, tuple[int, int | None]]:
+  """Return, by message, how often a warning was logged, and at which step for the last time; the newest last."""
+  found: dict[str, tuple[int, int | None]] = {}
   for event in run.events:
     message = ''
-    level = event.kind
     if event.kind == 'warning':
-      message = str(event.details.get('message', ''))
-      level = str(event.details.get('level', 'warning'))
+      message = str(event.details.get('message'))
     elif event.kind == 'rollback':
-      message = f'Training returned to step {event.details.get("to_step")}: {event.details.get("reason", "")}'
+      message = (
+        f'Training returned to step {event.details.get("to_step")}: {event.details.get("reason")}'
+      )
     if message:
-      number = found[message].number + 1 if message in found else 1
-      found.pop(message, None)
-      found[message] = Warning(message, level, number, event.step)
-  return list(found.values())
+      number, _ = found.pop(message, (0, None))
+      found[message] = number + 1, event.step
+  return found
 
 
 def log(runs: Sequence[RunRecord]) -> Iterator[str]:
   """Yield the warnings of the runs, and lines of metrics that are damaged or missing."""
   yield '<h2>Warnings</h2>'
-  has_any = False
   for run in runs:
     found = warnings(run)
-    if len(runs) > 1 and found:
+    if len(runs) > 1:
       yield f'<h3>{html_page.escape(run.name)}</h3>'
     rows = []
-    for each in reversed(found[-_NUM_WARNINGS:]):
-      step = 'before the first' if each.step is None else f'{each.step:,}'
-      rows.append([each.message, each.level, f'{each.number:,}', step])
+    for message, (number, step) in list(reversed(found.items()))[:_NUM_WARNINGS]:
+      rows.append([message, f'{number:,}', 'before the first' if step is None else f'{step:,}'])
     if rows:
-      has_any = True
-      yield from html_page.table(
-        ['message, the newest first', 'level', 'times', 'last at step'], rows, kind='text stacked'
-      )
+      headings = ['message, the newest first', 'times', 'last at step']
+      yield from html_page.table(headings, rows, kind='text stacked')
+    notes = []
     if len(found) > _NUM_WARNINGS:
-      yield html_page.note(
-        f'{count(len(found) - _NUM_WARNINGS, "older message")} are in events.jsonl only.'
-      )
+      older = count(len(found) - _NUM_WARNINGS, 'older message')
+      notes.append(f'{older} are in <code>events.jsonl</code> only.')
     for writer, metrics in run.metrics.items():
       for where in metrics.damaged:
-        has_any = True
-        name = f'{run.name}/{writer}/{where.rpartition("/")[2]}'
-        yield html_page.note(f'{code(name)} is damaged and was skipped.')
-      for missing in metrics.missing:
-        has_any = True
-        yield html_page.note(_missing(run, writer, missing))
+        line = code(f'{run.name}/{writer}/{where.rpartition("/")[2]}')
+        notes.append(f'{line} is damaged and was skipped.')
+      notes += [_missing(run, writer, missing) for missing in metrics.missing]
     if not run.events:
-      yield html_page.note(f'{code(run.name)} has no events.jsonl, so its warnings are unknown.')
-  if not has_any:
-    yield html_page.note('None.')
+      notes.append('The run has no <code>events.jsonl</code>, so its warnings are unknown.')
+    yield from map(html_page.note, notes)
+    if not rows and not notes:
+      yield html_page.note('None.')
 
 
 def _missing(run: RunRecord, writer: str, missing: Mapping[str, Any]) -> str:
@@ -649,16 +557,8 @@ def routing(runs: Sequence[RunRecord]) -> Iterator[str]:
       continue
     whose = f': {run.name}' if len(runs) > 1 else ''
     yield f'<h2>{html_page.escape(f"Load of the experts{whose}")}</h2>'
-    headings = [
-      'layer',
-      'load of each expert',
-      'experts',
-      'busiest / even',
-      'least / even',
-      'without tokens',
-      'choices dropped',
-    ]
-    yield from html_page.table(headings, rows)
+    names = ['layer', 'load of each expert', 'experts', 'busiest / even', 'least / even']
+    yield from html_page.table([*names, 'without tokens', 'choices dropped'], rows)
     yield html_page.note(
       f'In the last period, up to step {last:,}; the dashed line is an even share. More periods and figures: '
       f'{code("python -m moe report RUN")}.'

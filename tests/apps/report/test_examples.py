@@ -29,7 +29,7 @@ def _examples(folder, rows):
         {'inputs': 'both empty', 'targets': '', 'prediction': ''},
         {'inputs': 'empty', 'targets': 'abc', 'prediction': ''},
       ],
-      'chrF',
+      'those with the lowest chrF first',
       ['other', 'empty', 'near', 'same', 'both empty'],
     ),
     (
@@ -37,7 +37,7 @@ def _examples(folder, rows):
         {'inputs': 'reference', 'targets': 'no', 'references': ['no', 'abc'], 'prediction': 'abc'},
         {'inputs': 'best last', 'targets': 'abc', 'prediction': ['abc', 'xyz']},
       ],
-      'chrF',
+      'those with the lowest chrF first',
       ['best last', 'reference'],
     ),
     (
@@ -46,23 +46,28 @@ def _examples(folder, rows):
         {'inputs': 'bad', 'score': -5.0},
         {'inputs': 'NaN', 'score': float('nan')},
       ],
-      'score',
+      'those with the lowest score first',
       ['NaN', 'bad', 'good'],
     ),
-    ([{'inputs': 'a', 'prediction': 'x'}, {'inputs': 'b', 'prediction': {'y': 1}}], '', ['a', 'b']),
+    (
+      [{'inputs': 'a', 'prediction': 'x'}, {'inputs': 'b', 'prediction': {'y': 1}}],
+      'in the order of the file',
+      ['a', 'b'],
+    ),
   ],
 )
 def test_the_worst_examples_come_first(tmp_path, rows, order, inputs):
   (found,) = _examples(tmp_path, rows)
   assert (found.task, found.step, found.order) == ('task', 5, order)
-  assert [example.inputs for example in found.examples] == inputs
+  assert [example.texts['input'] for example in found.examples] == inputs
 
 
 def test_long_texts_are_cut(tmp_path):
   (found,) = _examples(tmp_path, [{'inputs': 'x' * 5000, 'targets': ['a', 1], 'prediction': None}])
   (example,) = found.examples
-  assert len(example.inputs) < 1100 and example.inputs.endswith('(5,000 characters)')
-  assert example.target == 'a\n1' and example.prediction == ''
+  text = example.texts.pop('input')
+  assert len(text) < 1100 and text.endswith('(5,000 characters)')
+  assert example.texts == {'target': 'a\n1'}
 
 
 def test_an_evaluation_without_predictions_has_no_examples(tmp_path):
