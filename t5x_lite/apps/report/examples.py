@@ -79,7 +79,7 @@ def _example(row: Mapping[str, Any]) -> Example:
   texts = {'input': _shown(row.get('inputs')), 'target': '\n'.join(map(_shown, targets))}
   similarity = None
   if prediction is not None:
-    texts['prediction'] = _shown(prediction)
+    texts['prediction'] = _shown(prediction) or '(empty)'
   comparable = [each for each in targets if isinstance(each, str)]
   if isinstance(prediction, str) and comparable:
     similarity = max(_chrf(prediction, target) for target in comparable)

@@ -466,13 +466,14 @@ def predictions(runs: Sequence[RunRecord]) -> Iterator[str]:
   )
   for number, (run, each) in enumerate(found):
     name = f'{run.name}: ' if len(runs) > 1 else ''
-    title = f'{name}{each.task} at step {each.step:,}, {count(len(each.examples), "example")}'
+    size = count(len(each.examples), 'example')
+    title = f'{name}{each.task} at step {each.step:,}, the first {size} of the evaluation'
     yield from html_page.details(title, _examples(each), is_open=not number)
 
 
 def _examples(found: examples.TaskExamples) -> Iterator[str]:
   shown = found.examples[:_NUM_EXAMPLES]
-  text = f'{len(shown)} of {len(found.examples)} examples, {found.order}.'
+  text = f'{len(shown)} of these {len(found.examples)}, {found.order}.'
   values = [each.similarity for each in found.examples if each.similarity is not None]
   if values:
     num_equal = sum(value == 100 for value in values)

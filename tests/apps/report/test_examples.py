@@ -60,6 +60,10 @@ def test_the_worst_examples_come_first(tmp_path, rows, order, inputs):
   (found,) = _examples(tmp_path, rows)
   assert (found.task, found.step, found.order) == ('task', 5, order)
   assert [example.texts['input'] for example in found.examples] == inputs
+  predictions = {
+    example.texts['input']: example.texts.get('prediction') for example in found.examples
+  }
+  assert predictions.get('empty', '(empty)') == '(empty)' and predictions.get('NaN') is None
 
 
 def test_long_texts_are_cut(tmp_path):
