@@ -731,19 +731,17 @@ def _restricted(optimizer_def: Any, adapter: adapters.Lora | None, owner: str) -
   # Other values are rejected where they are used.
   if adapter is None or not isinstance(optimizer_def, optimizers.OptimizerDef):
     return optimizer_def
-  for option in ('param_dtype', 'stochastic_rounding'):
-    value = getattr(optimizer_def.update_options, option)
-    checks.check(
-      'with_update_options',
-      {option: value},
-      **{
-        option: checks.Expectation(
-          'unset with an adapter',
-          lambda value: not value,
-          'Adapters are float32; to keep the other parameters in bfloat16 set Lora.base_dtype.',
-        )
-      },
-    )
+  unset = checks.Expectation(
+    'unset with an adapter',
+    lambda value: not value,
+    'Adapters are float32; to keep the other parameters in bfloat16 set Lora.base_dtype.',
+  )
+  checks.check(
+    'with_update_options',
+    vars(optimizer_def.update_options),
+    param_dtype=unset,
+    stochastic_rounding=unset,
+  )
   return optimizers.MultiOptimizer(
     [(adapter.trained_patterns, optimizer_def)], part_names=['adapter']
   )

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from t5x_lite.checkpoints import manifest as manifest_lib
 from t5x_lite.checkpoints.sources import base
 from t5x_lite.checkpoints.sources import base_identity
 from t5x_lite.networks import layout_plan
@@ -20,11 +19,13 @@ _logger = logging.getLogger(__name__)
 _PARAMS = 'target/'
 
 
-class AdapterSource(base.StateSource):
+class AdapterSource(base.WrappedSource):
   """State of a checkpoint without the base: its own arrays, and the parameters of the base that it lacks.
 
   The parameters of the base are in the layout of the checkpoint.
   """
+
+  LEFT_OUT = (base_identity.ENTRY,)  # the state is complete
 
   def __init__(self, own: base.StateSource, open_base: Callable[[], base.StateSource]):
     """Store the arguments.
@@ -33,15 +34,13 @@ class AdapterSource(base.StateSource):
       own: the adapter, with further arrays of its run.
       open_base: opens the base, when its shapes or values are asked for.
     """
-    super().__init__(own.path)
-    self.format = own.format
-    self._own = own
+    super().__init__(own)
     self._open_base = open_base
 
   @property
   def own(self) -> base.StateSource:
     """See `StateSource`."""
-    return self._own
+    return self.source
 
   @functools.cached_property
   def base(self) -> base.StateSource:
@@ -119,28 +118,16 @@ class AdapterSource(base.StateSource):
       result |= super().read(others)
     return {name: result[name] for name in wanted}
 
-  @property
-  def manifest(self) -> manifest_lib.Manifest | None:
-    """See `StateSource`."""
-    return self.own.manifest
-
-  def weight_files(self) -> dict[str, int]:
-    """See `StateSource`; those of the checkpoint without the base."""
-    return self.own.weight_files()
-
   def verify(self) -> bool:
     """Compare the hash of every file of the checkpoint; of the base, sizes, index and some blocks."""
-    is_verified = self.own.verify()
+    is_verified = super().verify()
     _logger.info('The base of the adapter %s is %s.', self.path, self.base.path)
     return is_verified
 
   @functools.cached_property
   def metadata(self) -> Mapping[str, Any]:
-    """See `StateSource`; without the base, since the state is complete.
-
-    An adapter of another program has the network of the base.
-    """
-    own = {name: value for name, value in self.own.metadata.items() if name != base_identity.ENTRY}
+    """See `WrappedSource`; an adapter of another program has the network of the base."""
+    own = super().metadata
     if self.own.manifest is not None:
       return own
     of_base = dict(self.base.metadata)
@@ -150,8 +137,3 @@ class AdapterSource(base.StateSource):
       changed = {'param_layout': layout, 'relpos_bias_tables': tables}
       of_base['network'] = {**of_base['network'], **changed}
     return {name: of_base[name] for name in ('network', 'converted') if name in of_base} | own
-
-  @property
-  def step(self) -> int | None:
-    """See `StateSource`."""
-    return self.own.step

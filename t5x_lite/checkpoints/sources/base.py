@@ -178,10 +178,19 @@ class WrappedSource(StateSource):
     """See `StateSource`."""
     return np.asarray(self.read({name: (self.shapes()[name].dtype, None)})[name])
 
+  def weight_files(self) -> dict[str, int]:
+    """See `StateSource`."""
+    return self.source.weight_files()
+
   @property
   def manifest(self) -> manifest_lib.Manifest | None:
     """See `StateSource`."""
     return self.source.manifest
+
+  @property
+  def step(self) -> int | None:
+    """See `StateSource`."""
+    return self.source.step
 
   def verify(self) -> bool:
     """See `StateSource`."""
