@@ -701,6 +701,20 @@ MUTANTS = (
     'tests/apps/train/test_adapters.py::test_other_factors',
   ),
   Mutant(
+    'a_transform_hides_the_factors_of_an_adapter',
+    't5x_lite/apps/common/starting_point.py',
+    '    _check_scales(chain, state_shape, model)\n',
+    '    pass\n',
+    'tests/apps/train/test_adapters.py::test_other_factors',
+  ),
+  Mutant(
+    'a_merge_drops_the_average_silently',
+    't5x_lite/apps/convert/run.py',
+    'if sources.has_param_average(source.source):',
+    'if False:',
+    'tests/apps/convert/test_peft.py::test_an_average_is_merged',
+  ),
+  Mutant(
     'a_new_adapter_replaces_a_stored_one',
     't5x_lite/checkpoints/builders/adapters.py',
     '    if any(transforms.is_of_adapter(name) for name in state.arrays):\n',

@@ -351,6 +351,7 @@ def check_start(
     if network:
       _check_start_id(path, model, network.get('decoder_start_token_id', 0))
   if any(builder.needs_values for builder in chain) and not applies_transforms:
+    _check_scales(chain, state_shape, model)
     return None
   saved_with = None
   own = None
@@ -510,6 +511,7 @@ def _check_scales(chain: builders.Chain, shape: Any, model: models.BaseModel) ->
   adapter = state_init.adapter_of(model)
   if adapter is None:
     return
+  of_model = merging.scales_of(adapter.metadata(shape.params, shape.params_axes))
   found = {}
   for builder in chain:
     if isinstance(builder, builders.Adapter):
@@ -521,10 +523,10 @@ def _check_scales(chain: builders.Chain, shape: Any, model: models.BaseModel) ->
       continue
     stored = metadata['adapter']
     of_stored = merging.scales_of(stored)
-    of_own = merging.scales_of(adapter.metadata(shape.params, shape.params_axes))
+    of_own = of_model
     if of_stored.keys() != of_own.keys():
       of_stored = _without_layers(of_stored)
-      of_own = _without_layers(of_own)
+      of_own = _without_layers(of_model)
     for kernel, scale in of_own.items():
       if of_stored.get(kernel, scale) != scale:
         alphas = sorted({each['alpha'] for each in stored['kernels'].values()})

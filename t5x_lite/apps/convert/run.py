@@ -156,6 +156,8 @@ def _plan(
   notes = plan.notes
   if isinstance(source, sources.MergedSource):
     notes = (source.note, *notes)
+    if sources.has_param_average(source.source):
+      notes += ('For the running average of the parameters, add --param_average.',)
   if param_average:
     notes = ('The parameters are the running average (param_average).', *notes)
   return target.prepare(

@@ -214,6 +214,10 @@ def test_an_average_is_merged(tmp_path):
   )
   want = adapters.merged(cases.SMALL, values, named, lambda _: 4 * 3, adapters.ALL)
   _assert_merged(given.bits(done.path), want)
+  assert '--param_average' not in ' '.join(done.notes)
+  for to, options in (('hugging_face', {}), ('t5x_lite', {'merge': True})):
+    done = convert.convert(str(tmp_path / 'averaged'), str(tmp_path / to), to=to, **options)
+    assert 'running average of the parameters, add --param_average' in ' '.join(done.notes)
 
 
 def _with_own_kernel(tmp_path):

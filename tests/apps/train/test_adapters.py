@@ -224,6 +224,12 @@ def test_another_rank(run, base, tmp_path):
   adapter_run.train(model_dir, 9, base=base, rank=2)
 
 
+def _unchanged(state_dict, target_state_dict, *, is_resuming):
+  """Return the state; which arrays it returns is only known when it is called."""
+  del target_state_dict, is_resuming
+  return state_dict
+
+
 @pytest.mark.parametrize(
   'lora', [{'alpha': 8.0}, {'rank_stabilized': True}, {'alpha_pattern': [('value', 32.0)]}]
 )
@@ -238,6 +244,9 @@ def test_other_factors(base, tmp_path, lora):
   layout = {'param_layout': 'scalable_t5'}
   with pytest.raises(CheckpointError, match=message):
     adapter_run.train(tmp_path / 'other', 3, restore=cfg, lora=lora, layout=layout)
+  changed = dataclasses.replace(cfg, state_transformation_fns=[_unchanged])
+  with pytest.raises(CheckpointError, match=message):
+    adapter_run.train(tmp_path / 'other', 3, restore=changed, lora=lora)
   adapter_run.train(tmp_path / 'other', 3, restore=cfg, lora=first, layout=layout)
   adapter_run.train(tmp_path / 'run', 4, base=base, lora=first)
 
