@@ -397,47 +397,39 @@ def check_fit(
       f'    {name}: stored {jnp.dtype(stored[name].dtype).name}, wanted {jnp.dtype(wanted[name].dtype).name}'
       for name in mistyped[:_NUM_NAMES_SHOWN]
     ]
-  differing = [
-    *(() if allow_missing else missing),
-    *(() if allow_surplus else surplus),
-    *misshapen,
-    *mistyped,
+  if not lines:
+    return
+  lines.insert(0, f'The {what} {where!r} does not fit the state of the model:')
+  if allow_missing:
+    missing = []
+  if allow_surplus:
+    surplus = []
+  params = [
+    name for name in (*missing, *surplus, *misshapen, *mistyped) if name.startswith('target/')
   ]
-  params = [name for name in differing if name.startswith('target/')]
-  if lines and params and all(map(is_of_adapter, params)):
-    remedy = _adapter_remedy(stored, wanted, misshapen)
-    raise errors.CheckpointError(
-      '\n'.join([f'The {what} {where!r} does not fit the state of the model:', *lines, remedy])
-    )
   averages = [
     lacks
     for lacks, names in ((True, missing), (False, surplus))
     if names and all(name.startswith('param_average/') for name in names)
   ]
-  if lines and averages and not misshapen and not mistyped and not (missing and surplus):
-    raise errors.CheckpointError(
-      '\n'.join(
-        [
-          f'The {what} {where!r} does not fit the state of the model:',
-          *lines,
-          _average_remedy(lacks=averages[0]),
-        ]
-      )
-    )
-  if lines:
+  if params and all(map(is_of_adapter, params)):
+    lines.append(_adapter_remedy(stored, wanted, misshapen))
+  elif averages and not misshapen and not mistyped and not (missing and surplus):
+    lines.append(_average_remedy(lacks=averages[0]))
+  else:
     lines += _expert_hints(stored, wanted, misshapen)
     # An inference state has no optimizer, and no run that could resume.
     is_training = any(name.startswith(f'{_SECTIONS[0]}/') for name in wanted)
-    remedy = (
+    lines.append(
       f'Use the model {"and optimizer " if is_training else ""}that wrote it, or set options of '
       'RestoreCheckpointConfig: assignment_map renames or drops names, strict=False ignores arrays that are only in '
       'the checkpoint, fallback_to_scratch=True initialises missing arrays.'
     )
     if is_training:
-      remedy += ' A training run that resumes ignores these options: start another run in another MODEL_DIR.'
-    raise errors.CheckpointError(
-      '\n'.join([f'The {what} {where!r} does not fit the state of the model:', *lines, remedy])
-    )
+      lines[-1] += (
+        ' A training run that resumes ignores these options: start another run in another MODEL_DIR.'
+      )
+  raise errors.CheckpointError('\n'.join(lines))
 
 
 def is_of_adapter(name: str) -> bool:
