@@ -701,6 +701,14 @@ MUTANTS = (
     'tests/apps/train/test_adapters.py::test_other_factors',
   ),
   Mutant(
+    'accepted_differences_change_the_remedy',
+    't5x_lite/checkpoints/restoring/transforms.py',
+    '  if allow_missing:\n    missing = []\n',
+    '',
+    'tests/checkpoints/restoring/test_transforms.py'
+    '::test_an_accepted_difference_does_not_change_the_remedy',
+  ),
+  Mutant(
     'a_transform_hides_the_factors_of_an_adapter',
     't5x_lite/apps/common/starting_point.py',
     '    _check_scales(chain, state_shape, model)\n',

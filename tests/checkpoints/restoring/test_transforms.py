@@ -7,6 +7,7 @@ import pytest
 from t5x_lite import checkpoints
 from t5x_lite import errors
 from t5x_lite import tree_utils
+from t5x_lite.checkpoints.restoring import transforms
 from tests.checkpoints import checkpoint_states as states
 from tests.checkpoints.restoring.restore_cases import flat_target
 from tests.checkpoints.restoring.restore_cases import nested
@@ -202,3 +203,13 @@ def test_convert_rejects_state_that_cannot_follow(tmp_path):
       1, {'target': new_params, 'param_average': new_params}, transformation_fns=[convert]
     )
     assert restored.state['param_average']['kernel'].shape == (2, 2, 6)
+
+
+def test_an_accepted_difference_does_not_change_the_remedy():
+  """The average is all that is wrong if missing arrays are accepted."""
+  stored = {'target/w': spec(2), 'param_average/w': spec(2)}
+  wanted = {'target/w': spec(2), 'state/param_states/w/m': spec(2)}
+  with pytest.raises(errors.CheckpointError, match='has a running average of the parameters'):
+    transforms.check_fit(stored, wanted, allow_surplus=False, allow_missing=True, where='run')
+  with pytest.raises(errors.CheckpointError, match='Use the model and optimizer that wrote it'):
+    transforms.check_fit(stored, wanted, allow_surplus=False, allow_missing=False, where='run')
