@@ -772,6 +772,20 @@ MUTANTS = (
     'tests/apps/convert/test_peft.py::test_an_adapter_in_another_layout_is_merged',
   ),
   Mutant(
+    'a_base_that_does_not_exist_is_ignored',
+    't5x_lite/apps/convert/run.py',
+    'if base is not None and not files.path(sources.folder_of(base)).is_dir():',
+    'if False:',
+    'tests/apps/convert/test_peft.py::test_errors_before_anything_is_written[missing base]',
+  ),
+  Mutant(
+    'the_command_for_a_converted_adapter_lacks_the_adapter',
+    't5x_lite/apps/convert/run.py',
+    'has_adapter=any(map(merging.is_leaf, plan.arrays)),',
+    'has_adapter=False,',
+    'tests/apps/convert/test_peft.py::test_without_merge_the_adapter_is_kept',
+  ),
+  Mutant(
     'a_moved_base_needs_a_second_flag',
     't5x_lite/apps/common/flags.py',
     "== 'INITIAL_CHECKPOINT_PATH'",

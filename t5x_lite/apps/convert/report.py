@@ -48,6 +48,7 @@ def _gin_lines(done: Conversion) -> list[str]:
     *suggested.flags,
     *_layout_flags(done),
     '--gin_file=runs/finetune.gin',
+    *(['--gin_file=adapters/lora.gin'] if done.has_adapter else []),
     *suggested.flags_after_run,
     _path_flag(done),
   ]

@@ -22,6 +22,7 @@ import numpy as np
 from t5x_lite import checkpoints
 from t5x_lite import checks
 from t5x_lite import runtime
+from t5x_lite.adapters import merging
 from t5x_lite.apps.common import output_folder
 from t5x_lite.apps.convert import formats
 from t5x_lite.apps.convert import plan as convert_plan
@@ -120,6 +121,7 @@ def convert(
     family=job.family,
     architecture=job.architecture,
     has_tokenizer=job.has_tokenizer,
+    has_adapter=any(map(merging.is_leaf, plan.arrays)),
     notes=job.notes if published is None else (*job.notes, published),
   )
 
@@ -179,6 +181,15 @@ def _open(source: str, base: str | None) -> sources.StateSource:
     if base is not None and opened.own is opened:
       expected = f'absent, since {source!r} is not only an adapter'
       raise checks.invalid('', '--base', expected, base, 'Remove the flag.')
+    # A path that does not exist would leave the recorded one, and the flag would have no effect.
+    if base is not None and not files.path(sources.folder_of(base)).is_dir():
+      raise checks.invalid(
+        '',
+        '--base',
+        'the folder or run directory of the base',
+        base,
+        'Correct the path; if the base has not moved, remove the flag.',
+      )
     return opened
   if base is None:
     expected = f'the folder or run directory of the model of the adapter {source!r}'

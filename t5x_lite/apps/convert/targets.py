@@ -83,6 +83,7 @@ class Conversion:
     family: family of a Hugging Face source or output; None without one.
     architecture: architecture of the network; None if transformers does not support it.
     has_tokenizer: whether the output is a folder with a tokenizer.
+    has_adapter: whether the output has an adapter next to its kernels.
     notes: remarks for the user.
   """
 
@@ -98,6 +99,7 @@ class Conversion:
   family: hugging_face.Family | None
   architecture: hugging_face.Architecture | None
   has_tokenizer: bool
+  has_adapter: bool
   notes: tuple[str, ...]
 
 
@@ -262,6 +264,17 @@ class OwnTarget(StateTarget):
     if self.merge:
       return super().with_adapter(source, dtype)
     return source
+
+  def prepare(self, job: Job) -> Job:
+    """See `Target.prepare`; notes an adapter that is kept."""
+    adapter = job.source.metadata.get('adapter')
+    if adapter is None:
+      return job
+    note = (
+      f'The adapter of {len(adapter["kernels"])} kernels is kept. A run from it needs the settings of '
+      'adapters.Lora of its run; to have complete weights instead, add --merge.'
+    )
+    return dataclasses.replace(job, notes=(note, *job.notes))
 
   def write(self, folder: files.Path, job: Job, make: MakeFn) -> None:
     """See `Target.write`."""

@@ -52,6 +52,16 @@ def _run(tmp_path, family='t5_1_1', projections=adapters.ALL, also_train=(), **c
   return str(tmp_path / 'run'), values, named
 
 
+def _run_apart(tmp_path):
+  """Saves a checkpoint with an adapter alone, and returns the directory of its run."""
+  whole, _, named = _run(tmp_path)
+  base = f'{whole}/checkpoint_3'
+  identity = checkpoints.identify_base(checkpoints.open_source(base), base)
+  state = {'target/decoder/lora_a': next(iter(named.values()))}
+  given.save(str(tmp_path / 'apart'), state, base=identity)
+  return str(tmp_path / 'apart')
+
+
 def _assert_merged(found, want):
   """`found` is what `given.bits` returns of a checkpoint; `want` float64 by our names."""
   params = {name for name in found if name.startswith('target/')}
@@ -199,6 +209,13 @@ def test_without_merge_the_adapter_is_kept(tmp_path):
     checkpoints.read_metadata(done.path)['adapter']
     == (checkpoints.read_metadata(f'{run}/checkpoint_3')['adapter'])
   )
+  text = convert_report.describe(done)
+  num_kernels = len(checkpoints.read_metadata(done.path)['adapter']['kernels'])
+  assert f'The adapter of {num_kernels} kernels is kept.' in text and 'add --merge' in text
+  assert '--gin_file=adapters/lora.gin' in text.partition('--gin_file=runs/finetune.gin')[2]
+  merged = convert.convert(run, str(tmp_path / 'merged'), to='t5x_lite', merge=True)
+  text = convert_report.describe(merged)
+  assert 'is kept' not in text and 'adapters/lora.gin' not in text
 
 
 def test_an_average_is_merged(tmp_path):
@@ -273,6 +290,12 @@ def _deeper_adapter(tmp_path):
       {'to': 't5x', 'base': 'hf'},
       '`--base` must be absent',
       id='base of a model',
+    ),
+    pytest.param(
+      _run_apart,
+      {'to': 'hugging_face', 'base': 'missing'},
+      '`--base` must be the folder or run directory of the base, got .missing.. Correct the path',
+      id='missing base',
     ),
     pytest.param(
       lambda path: _run(path)[0],
