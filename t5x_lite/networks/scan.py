@@ -162,6 +162,19 @@ class _Store:
         stack_of[layer] = name
     return kinds_of([(kind, stack_of.get(layer, layer)) for layer, kind in enumerate(kinds)])
 
+  def kinds_by_form(self, kinds: Sequence[int]) -> tuple[int, ...]:
+    """Return kinds as by `kinds_of` for which layers are equal only if their parameters can be stacked.
+
+    Adapters make parameters differ: only some layers have one, or their ranks differ.
+
+    Args:
+      kinds: kind of each layer; each layer has a subtree or is in a stack.
+    """
+    params = tree_utils.to_dict(self._owner.variables.get('params', {}))
+    shapes = layer_stacks.single_shapes(params)
+    forms = [_form(shapes.get(self._tree.layer_name(layer))) for layer in range(len(kinds))]
+    return kinds_of(list(zip(kinds, forms, strict=True)))
+
   def read_layers(self) -> list[Variables]:
     """Return the variables of each layer."""
     layers = [{} for _ in range(self._num_layers)]
@@ -245,7 +258,7 @@ class _Store:
 def _form(tree: PyTree) -> tuple[Any, ...]:
   """Return the structure, shapes and dtypes of a tree; trees can be stacked if these are equal."""
   leaves, structure = jax.tree.flatten(tree)
-  return structure, [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
+  return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 def read_first_layer(
@@ -424,6 +437,9 @@ def run_layers(
     alike = not any(kinds)
   else:
     in_loop = scan
+    if scan and not tree.stacked:
+      kinds = store.kinds_by_form(kinds)
+      alike = not any(kinds)
   if in_loop and alike:
     return runner.loop(Segment(0, 1, len(layers)), x)
   layer_variables = dict(enumerate(store.read_layers()))

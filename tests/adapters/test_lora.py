@@ -253,6 +253,27 @@ def test_stacked_layers_keep_their_own_scales():
     np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+  'fields, stacked',
+  [
+    ({'rank_pattern': [('layers_0/', 1)]}, [(1, 2, 3)]),
+    ({'rank_pattern': [('layers_[02]/', 1)]}, [(0, 2), (1, 3)]),
+    ({'targets': (r'layers_1/.*query/kernel$',)}, [(0, 2, 3)]),
+  ],
+  ids=['another rank', 'ranks in turn', 'one layer'],
+)
+def test_layers_of_a_loop_may_have_different_adapters(fields, stacked):
+  """Layers that cannot be stacked are in different loops, or in none; the trainer stacks the others."""
+  adapter = adapters.Lora(**{'rank': 3, 'targets': 'all', **fields})
+  unrolled = cases.make_model(adapter, scan_layers=False, num_decoder_layers=4)
+  looped = cases.make_model(adapter, scan_layers=True, num_decoder_layers=4)
+  params = cases.random_b(cases.initial_variables(unrolled)['params'])
+  stacks = layer_stacks.LayerStacks(tuple(('decoder', layers) for layers in stacked))
+  expected = _loss(unrolled, params)
+  np.testing.assert_allclose(_loss(looped, params), expected, rtol=2e-6)
+  np.testing.assert_allclose(_loss(looped, stacks.stack(params)), expected, rtol=2e-6)
+
+
 def test_a_bfloat16_base_is_rounded_once():
   model = cases.make_model(
     adapters.Lora(rank=2, base_dtype='bfloat16', also_train=('norm/scale$',))

@@ -328,4 +328,11 @@ MUTANTS = (
     'if False:',
     'tests/networks/test_masked.py::test_golden_logits_of_a_network_with_masks',
   ),
+  Mutant(
+    'layers_with_different_adapters_are_in_one_loop',
+    't5x_lite/networks/scan.py',
+    'kinds = store.kinds_by_form(kinds)',
+    'kinds = kinds_of(layers)',
+    'tests/adapters/test_lora.py::test_layers_of_a_loop_may_have_different_adapters',
+  ),
 )
