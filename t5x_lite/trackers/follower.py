@@ -10,6 +10,7 @@ step and a later step was finite (`run_files.final_step`), or the run has ended.
 """
 
 from collections.abc import Iterator
+import contextlib
 import dataclasses
 import heapq
 import itertools
@@ -23,7 +24,7 @@ import uuid
 
 from t5x_lite import checks
 from t5x_lite.apps.common import run_files
-from t5x_lite.errors import ConfigError
+from t5x_lite.errors import ConfigError, DataError, DirectoryInUseError
 from t5x_lite.storage import files
 from t5x_lite.storage import untrusted
 from t5x_lite.trackers.base import RunInfo
@@ -149,6 +150,39 @@ class Follower:
     """See the class."""
     return self._position.step
 
+  @contextlib.contextmanager
+  def alone(self) -> Iterator[None]:
+    """Keep other followers that send this run to this tracker away, and read the position that the last one has left.
+
+    The lock is on `<name>.lock` beside the position. There is none in an object store, nor on a file system without
+    locks.
+
+    Raises:
+      ConfigError: the folder cannot be written, or see `__init__`.
+      DirectoryInUseError: another follower has the lock.
+    """
+    with contextlib.ExitStack() as stack:
+      if not files.is_remote(self._folder):
+        self._lock(stack)
+      self._position = self._read_position()
+      yield
+
+  def _lock(self, stack: contextlib.ExitStack) -> None:
+    path = self._path.with_suffix('.lock')
+    with self._writes(path):
+      self._folder.mkdir(parents=True, exist_ok=True)
+      descriptor = files.open_regular(path, os.O_RDWR | os.O_CREAT, 0o644)
+    stack.callback(os.close, descriptor)
+    try:
+      files.flock(descriptor)
+    except BlockingIOError:
+      raise DirectoryInUseError(
+        f'Only one process at a time may send {os.fspath(self._run)!r} to {self._tracker.name}, and another one does: '
+        f'{str(path)!r} is locked. Wait until it ends, or stop it.'
+      ) from None
+    except OSError:  # a file system without locks
+      pass
+
   def send(self) -> run_files.RunStatus:
     """Send everything that is due.
 
@@ -157,6 +191,7 @@ class Follower:
 
     Raises:
       Exception: what the tracker raises; the next call begins again behind the newest step that it has.
+      DataError: the directory was deleted, or another run began there.
       OSError: a file cannot be read or written.
     """
     try:
@@ -178,6 +213,11 @@ class Follower:
     """See `send`; return None if the run has begun to write lines again meanwhile."""
     # Before the lines are read: those up to the limit are then complete.
     status = self._status.read()
+    if self._position.run not in (None, status.identity):
+      raise DataError(
+        f'{os.fspath(self._run)!r} must stay the directory of one run while it is followed, and was deleted, or '
+        'another run began there. What was sent is kept. Check the path.'
+      )
     final_step = self._final_step(status)
     limit = self._limit(status, final_step)
     self._start(knows_all=final_step >= 0)
@@ -318,11 +358,16 @@ class Follower:
     if self._position.run is None:
       self._position.run = self._status.read().identity
     row = {'version': _VERSION, **dataclasses.asdict(self._position)}
-    try:
+    with self._writes(self._path):
       self._folder.mkdir(parents=True, exist_ok=True)
       files.write(self._path, json.dumps(row))
+
+  @contextlib.contextmanager
+  def _writes(self, path: files.Path) -> Iterator[None]:
+    try:
+      yield
     except OSError as error:
       raise ConfigError(
-        f'The position in the run must be written to {str(self._path)!r}: {error}. Pass another folder, e.g. '
+        f'The position in the run must be written to {str(path)!r}: {error}. Pass another folder, e.g. '
         '--state_dir=tracked.'
       ) from error

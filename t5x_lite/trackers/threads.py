@@ -88,6 +88,14 @@ class FollowerThreads(contextlib.AbstractContextManager):
 
   def _follow(self, tracker: Tracker) -> None:
     """Follow the run until it ends; log the first error and try again."""
+    with contextlib.ExitStack() as stack:
+      self._follow_to_the_end(tracker, stack)
+    self._ended[tracker.name].set()
+    if tracker.name not in self._done:
+      # What the tracker has started could block the end of the program, which does not wait for this thread.
+      threading.Event().wait()
+
+  def _follow_to_the_end(self, tracker: Tracker, stack: contextlib.ExitStack) -> None:
     follower = None
     num_errors = 0
     is_last = False
@@ -95,7 +103,9 @@ class FollowerThreads(contextlib.AbstractContextManager):
       is_last = self._run_has_ended.is_set()
       try:
         if follower is None:
-          follower = Follower(self._run, tracker)
+          new = Follower(self._run, tracker)
+          stack.enter_context(new.alone())
+          follower = new
         status = follower.send()
         if is_last:
           follower.finish(status.status)
@@ -113,10 +123,6 @@ class FollowerThreads(contextlib.AbstractContextManager):
             self._errors[tracker.name],
           )
       self._run_has_ended.wait(delay(num_errors, self._poll_seconds))
-    self._ended[tracker.name].set()
-    if tracker.name not in self._done:
-      # What the tracker has started could block the end of the program, which does not wait for this thread.
-      threading.Event().wait()
 
 
 def _command(run: str, tracker: Tracker) -> str:

@@ -516,7 +516,7 @@ def parse_line(row: dict[str, Any] | None) -> MetricsLine | None:
     return None
   wall_time = row.get('wall_time')
   line = MetricsLine(row['step'], wall_time, {}, {}, {})
-  if wall_time is not None and not isinstance(wall_time, (int, float)):
+  if wall_time is not None and not is_wall_time(wall_time):
     return None
   for name, value in row.items():
     if name in ('step', 'wall_time'):
@@ -532,6 +532,11 @@ def parse_line(row: dict[str, Any] | None) -> MetricsLine | None:
     else:
       line.numbers[name] = float(value) if isinstance(value, str) else value
   return line
+
+
+def is_wall_time(value: Any) -> bool:
+  """Return whether a value of JSON is a time in seconds since 1970, and before the year 6325."""
+  return isinstance(value, (int, float)) and 0 <= value < 2**37
 
 
 def missing_lines(row: dict[str, Any] | None) -> dict[str, Any] | None:

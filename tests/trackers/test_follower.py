@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 from t5x_lite import trackers
 from t5x_lite.checkpoints import discovery
-from t5x_lite.errors import ConfigError
+from t5x_lite.errors import ConfigError, DataError, DirectoryInUseError
 from t5x_lite.trackers import follower as follower_lib
 from t5x_lite.trainer import summaries
 from tests.trackers.tracker_cases import FileTracker
@@ -312,6 +313,43 @@ def test_positions_of_other_runs_and_invalid_ones_are_errors_with_a_remedy(run, 
   (state_dir / 'file.json').write_text('{"version": 1, "run_id": "../a", "step": 3}')
   with pytest.raises(ConfigError, match='position of version 1'):
     trackers.Follower(run.path, tracker, state_dir)
+
+
+@pytest.mark.parametrize('begins_again', [False, True])
+def test_a_run_that_is_deleted_or_replaced_ends_the_follower_and_changes_nothing_of_the_tracker(
+  run, tmp_path, begins_again
+):
+  tracker = OverwritingTracker(tmp_path)
+  follower = trackers.Follower(run.path, tracker)
+  for step in (10, 20):
+    run.line(step)
+  run.checkpoint(10)
+  follower.send()
+  shutil.rmtree(run.path)
+  if begins_again:
+    other = GrowingRun(run.path)
+    other.event('nothing')
+    other.start()
+    other.line(5)
+  with pytest.raises(DataError, match='was deleted, or another run began there'):
+    follower.send()
+  assert steps(tracker) == [10, 20]
+
+
+def test_one_follower_at_a_time_sends_a_run_to_a_tracker(run, tracker, tmp_path):
+  run.line(10)
+  run.stop()
+  first = _follower(run, tracker)
+  waits = _follower(run, tracker)
+  other = trackers.Follower(run.path, OverwritingTracker(tmp_path))
+  with first.alone(), other.alone():
+    with pytest.raises(DirectoryInUseError, match='file.lock.* is locked. Wait until it ends'):
+      with waits.alone():
+        pass
+    first.send()
+  with waits.alone():
+    waits.send()
+  assert steps(tracker) == [10]
 
 
 def test_a_directory_that_cannot_be_written_names_state_dir(run, tracker, tmp_path):

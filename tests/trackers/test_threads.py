@@ -46,6 +46,18 @@ def test_the_rest_is_sent_at_the_end_of_the_run(run, tmp_path, caplog):
   assert not _records(caplog)
 
 
+def test_a_run_that_another_process_sends_is_sent_by_it_alone(run, tmp_path, caplog):
+  tracker = FileTracker(tmp_path)
+  with trackers.Follower(run.path, tracker).alone():
+    _follow(run, tracker, end_seconds=0.5)
+  assert not steps(tracker)
+  first, last = _records(caplog)
+  assert 'DirectoryInUseError' in first.getMessage()
+  assert 't5x_lite track' in last.getMessage()
+  with trackers.Follower(run.path, tracker).alone() as _:
+    pass  # the thread has left no lock behind
+
+
 class _Blocking(FileTracker):
   def __init__(self, folder, method):
     super().__init__(folder)

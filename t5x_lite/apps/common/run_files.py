@@ -249,6 +249,8 @@ class StatusReader:
     Raises:
       OSError: the file cannot be read.
     """
+    if self._lines.check():  # also if no line is left
+      self._status = RunStatus()
     num_restarts = self._lines.num_restarts
     for _, text in self._lines.read():
       if self._lines.num_restarts != num_restarts:

@@ -16,6 +16,7 @@ from t5x_lite.apps.common import metric_points
 from t5x_lite.apps.common import run_files
 from t5x_lite.runtime import goodput
 from t5x_lite.storage import files
+from t5x_lite.trainer import summaries
 
 # A run whose newest event is older has probably ended without a trace.
 _SILENT_SECONDS = 600.0
@@ -118,7 +119,8 @@ class RunRecord:
     """Details of the first examples, of the event 'data_sampled'; None if the run has no such event."""
     for event in self.events:
       by_feature = [event.details.get(name) for name in _SAMPLED]
-      if event.kind == 'data_sampled' and all(map(_has_numbers, by_feature)):
+      has_size = _is_number(event.details.get('num_examples'))
+      if event.kind == 'data_sampled' and has_size and all(map(_has_numbers, by_feature)):
         return event.details
     return None
 
@@ -164,7 +166,7 @@ def _is_valid(event: runtime.Event) -> bool:
   """Return whether the fields of an event, which a user may have changed, have their types."""
   return (
     isinstance(event.kind, str)
-    and _is_number(event.wall_time)
+    and summaries.is_wall_time(event.wall_time)
     and (event.step is None or type(event.step) is int)
     and _has_numbers(event.seconds)
   )

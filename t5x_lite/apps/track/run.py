@@ -38,7 +38,8 @@ def track(
 
   Raises:
     ConfigError: the position is that of another run, or cannot be written.
-    DataError: the directory does not exist or, with `once`, has no metrics.
+    DataError: the directory does not exist, is deleted or gets another run meanwhile or, with `once`, has no metrics.
+    DirectoryInUseError: another process sends the run to the tracker.
     T5xLiteError: the tracker has failed.
   """
   checks.check(
@@ -50,27 +51,8 @@ def track(
   if not files.is_remote(root) and not root.is_dir() or once and not summaries.metrics_files(root):
     raise DataError(summaries.no_metrics_message(run))
   follower = trackers.Follower(root, tracker, state_dir)
-  num_errors = 0
-  has_sent = has_warned = False
-  while True:
-    try:
-      status = follower.send()
-      num_errors = 0
-      has_sent = True
-      if status.has_ended or once:
-        follower.finish(status.status)
-        break
-    except Exception as error:  # of the tracker, which may raise anything
-      message = f'The tracker {tracker.name} has failed ({type(error).__name__}: {error}).'
-      if once or not has_sent:
-        if isinstance(error, T5xLiteError):
-          raise
-        raise T5xLiteError(f'{message} Rerun the command when the cause is removed.') from error
-      num_errors += 1
-      if not has_warned:
-        has_warned = True
-        _logger.warning('%s It is tried again, without further warnings.', message)
-    time.sleep(threads.delay(num_errors))
+  with follower.alone():
+    status = _follow(follower, tracker, once=once)
   lines = map(run_files.last_line, summaries.metrics_files(root).values())
   newest = max((line.step for line in lines if line is not None), default=-1)
   text = f'Sent {follower.num_sent:,} steps of {os.fspath(run)} to {tracker.name}, '
@@ -80,3 +62,30 @@ def track(
       f' Later steps, up to {newest:,}, are sent when the run has saved a checkpoint after them.'
     )
   return text
+
+
+def _follow(
+  follower: trackers.Follower, tracker: trackers.Tracker, *, once: bool
+) -> run_files.RunStatus:
+  """Send until the run ends or, with `once`, once; return the status of the run then."""
+  num_errors = 0
+  has_sent = has_warned = False
+  while True:
+    try:
+      status = follower.send()
+      num_errors = 0
+      has_sent = True
+      if status.has_ended or once:
+        follower.finish(status.status)
+        return status
+    except Exception as error:  # of the tracker, which may raise anything
+      message = f'The tracker {tracker.name} has failed ({type(error).__name__}: {error}).'
+      if once or not has_sent or isinstance(error, DataError):
+        if isinstance(error, T5xLiteError):
+          raise
+        raise T5xLiteError(f'{message} Rerun the command when the cause is removed.') from error
+      num_errors += 1
+      if not has_warned:
+        has_warned = True
+        _logger.warning('%s It is tried again, without further warnings.', message)
+    time.sleep(threads.delay(num_errors))

@@ -211,6 +211,24 @@ def test_texts_are_never_elements(tmp_path, out):
     assert all(value.startswith('#') for value in loading) and '@import' not in out.read_text()
 
 
+@pytest.mark.parametrize('wall_time', [-1.0, 1e300, np.nan, np.inf])
+def test_times_that_no_clock_has_are_those_of_damaged_lines(tmp_path, out, wall_time):
+  run = _run(tmp_path / 'a', events=[_event('start', wall_time=wall_time), *_DONE])
+  path = run / 'train/metrics.jsonl'
+  path.write_text(path.read_text() + json.dumps({'step': 75, 'loss': 1, 'wall_time': wall_time}))
+  path.write_text(path.read_text() + '\n')
+  page = _page(run, out=out)
+  assert 'a/train/metrics.jsonl:5 is damaged and was skipped' in page.text
+  assert 'Started 1970-01-01 00:16 UTC' in page.text
+
+
+@pytest.mark.parametrize('size', [{}, {'num_examples': 'many'}])
+def test_a_sample_without_its_size_is_unknown(tmp_path, out, size):
+  numbers = {name: {'inputs': 1} for name in ('lengths', 'num_cut', 'num_tokens', 'num_lost')}
+  run = _run(tmp_path / 'a', events=[*_START, _event('data_sampled', 0, **numbers, **size)])
+  assert 'has not recorded how many examples are cut' in _page(run, out=out).text
+
+
 def test_damaged_and_missing_lines_are_named(tmp_path, out, caplog):
   run = _run(tmp_path / 'a')
   path = run / 'train/metrics.jsonl'

@@ -1,6 +1,7 @@
 """The command and the function that send a run to a tracker."""
 
 import json
+import shutil
 import threading
 import time
 
@@ -9,7 +10,7 @@ import pytest
 from t5x_lite import trackers
 from t5x_lite.apps import track as track_script
 from t5x_lite.command_line import cli
-from t5x_lite.errors import ConfigError, DataError, T5xLiteError
+from t5x_lite.errors import ConfigError, DataError, DirectoryInUseError, T5xLiteError
 from t5x_lite.trackers import threads
 from tests.trackers.tracker_cases import FileTracker
 from tests.trackers.tracker_cases import GrowingRun
@@ -89,6 +90,25 @@ def test_errors_of_the_run_the_tracker_and_its_start(run, tmp_path):
 
   with pytest.raises(T5xLiteError, match=r'file has failed \(RuntimeError: no key\)'):
     track_script.track(run.path, Failing(tmp_path))
+
+
+def test_the_call_ends_when_the_run_is_deleted(run, tmp_path, monkeypatch):
+  run.line(10)
+  monkeypatch.setattr(threads, 'delay', lambda num_errors: shutil.rmtree(run.path) or 0.0)
+  with pytest.raises(DataError, match='was deleted'):
+    track_script.track(run.path, FileTracker(tmp_path))
+
+
+def test_two_calls_at_once_send_no_step_twice(run, tmp_path):
+  run.line(10)
+  run.stop()
+  tracker = FileTracker(tmp_path)
+  with trackers.Follower(run.path, tracker).alone():
+    with pytest.raises(DirectoryInUseError):
+      track_script.track(run.path, tracker)
+  assert not steps(tracker)
+  track_script.track(run.path, tracker)
+  assert steps(tracker) == [10]
 
 
 @pytest.mark.parametrize(
