@@ -337,6 +337,7 @@ def test_a_run_that_is_deleted_or_replaced_ends_the_follower_and_changes_nothing
 
 
 def test_one_follower_at_a_time_sends_a_run_to_a_tracker(run, tracker, tmp_path):
+  tracker.knows_last_step = False
   run.line(10)
   run.stop()
   first = _follower(run, tracker)
