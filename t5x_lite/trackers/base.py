@@ -74,7 +74,8 @@ class Tracker(abc.ABC):
     Args:
       step: training step.
       name: writer, 'inference_eval/<task>'.
-      rows: 'index', 'inputs', 'targets' and 'prediction' of each example.
+      rows: 'index', 'inputs', 'targets' and 'prediction' of each example, at least one. All rows have the same
+        keys, and the values of a key are all numbers or all texts, lists as JSON.
     """
 
   @abc.abstractmethod

@@ -9,7 +9,7 @@ deterministic. A tracker that cannot overwrite gets the lines of a step when the
 step and a later step was finite (`run_files.final_step`), or the run has ended.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import heapq
@@ -20,6 +20,7 @@ import math
 import os
 import pathlib
 import re
+from typing import Any
 import uuid
 
 from t5x_lite import checks
@@ -313,7 +314,7 @@ class Follower:
       if writer.startswith(_TABLES_OF):
         rows = run_files.predictions(self._run, writer, step, _MAX_TABLE_ROWS)
         if rows:
-          self._tracker.table(step, writer, rows)
+          self._tracker.table(step, writer, _table(rows))
     self.num_sent += 1
     return len(group)
 
@@ -371,3 +372,22 @@ class Follower:
         f'The position in the run must be written to {str(path)!r}: {error}. Pass another folder, e.g. '
         '--state_dir=tracked.'
       ) from error
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+  """Return rows with equal keys; a column has numbers or texts, since wandb refuses a table that mixes types."""
+  columns = {}
+  for column in dict.fromkeys(key for row in rows for key in row):
+    values = [row.get(column) for row in rows]
+    if not all(type(value) in (int, float) for value in values):
+      values = list(map(_text, values))
+    columns[_text(column)] = values
+  return [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
+
+
+def _text(value: Any) -> str:
+  """Return a value of JSON as text, with '?' instead of halves of surrogate pairs, which UTF-8 does not have."""
+  if value is None:
+    return ''
+  text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+  return text.encode('utf-8', errors='replace').decode('utf-8')

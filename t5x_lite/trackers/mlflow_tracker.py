@@ -103,10 +103,9 @@ class Mlflow(base.Tracker):
 
   def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """See base class."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    data = [[row.get(column) for column in columns] for row in rows]
+    data = [list(row.values()) for row in rows]
     path = f'predictions/{_INVALID.sub("_", name.partition("/")[2])}-{step}.json'
-    self._client.log_dict(self._run, {'columns': columns, 'data': data}, path)
+    self._client.log_dict(self._run, {'columns': list(rows[0]), 'data': data}, path)
 
   def flush(self) -> None:
     """See base class."""

@@ -66,10 +66,9 @@ class TensorBoard(base.Tracker):
 
   def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """See base class."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    lines = ['|'.join(columns), '|'.join('---' for _ in columns)]
+    lines = ['|'.join(rows[0]), '|'.join('---' for _ in rows[0])]
     for row in rows:
-      lines.append('|'.join(format_cell(row.get(column)).replace('|', '\\|') for column in columns))
+      lines.append('|'.join(format_cell(value).replace('|', '\\|') for value in row.values()))
     self._open().write_text(step, {f'{name}/predictions': '\n'.join(lines)})
 
   def flush(self) -> None:

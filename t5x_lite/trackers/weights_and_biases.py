@@ -121,8 +121,8 @@ class Wandb(base.Tracker):
     """See base class."""
     import wandb
 
-    columns: list[Any] = list(dict.fromkeys(key for row in rows for key in row))
-    data: list[Any] = [[row.get(column) for column in columns] for row in rows]
+    columns: list[Any] = list(rows[0])
+    data: list[Any] = [list(row.values()) for row in rows]
     self._log({f'{name}/predictions': wandb.Table(columns=columns, data=data), _STEP: step})
 
   def _log(self, values: Mapping[str, Any]) -> None:

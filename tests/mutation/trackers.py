@@ -79,6 +79,13 @@ MUTANTS = (
     'tests/apps/report/test_run.py::test_times_that_no_clock_has_are_those_of_damaged_lines',
   ),
   Mutant(
+    'tables_have_columns_of_several_types',
+    _FOLLOWER,
+    'values = list(map(_text, values))',
+    'pass',
+    f'{_TESTS}::test_columns_of_tables_have_numbers_or_texts',
+  ),
+  Mutant(
     'a_run_that_starts_again_is_not_noticed',
     _FOLLOWER,
     'return now.num_starts == status.num_starts and',

@@ -183,6 +183,22 @@ def test_writers_are_merged_in_the_order_of_steps_and_named(run, tracker):
   assert found[3]['rows'] == rows[:100]
 
 
+def test_columns_of_tables_have_numbers_or_texts(run, tracker):
+  run.line(10, 'inference_eval/a', bleu=2.0)
+  rows = [
+    {'index': 0, 'targets': ['a', 'é'], 'prediction': '\ud83d!', 'score': 1},
+    {'index': 1, 'targets': 'b', 'prediction': None, 'score': True, 'more': 2.5},
+  ]
+  run.predictions(10, 'a', rows)
+  run.stop()
+  _follower(run, tracker).send()
+  (table,) = (row['rows'] for row in read(tracker.path) if 'table' in row)
+  assert table == [
+    {'index': 0, 'targets': '["a", "é"]', 'prediction': '?!', 'score': '1', 'more': ''},
+    {'index': 1, 'targets': 'b', 'prediction': '', 'score': 'true', 'more': '2.5'},
+  ]
+
+
 def test_numbers_that_are_not_finite_are_sent_as_such(run, tracker):
   run.line(10, loss='NaN', norm='-Infinity', load=[1.0, 2.0])
   run.stop('non_finite')
