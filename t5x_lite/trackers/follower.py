@@ -214,7 +214,7 @@ class Follower:
     """See `send`; return None if the run has begun to write lines again meanwhile."""
     # Before the lines are read: those up to the limit are then complete.
     status = self._status.read()
-    if self._position.run not in (None, status.identity):
+    if self._is_other(status):
       raise DataError(
         f'{os.fspath(self._run)!r} must stay the directory of one run while it is followed, and was deleted, or '
         'another run began there. What was sent is kept. Check the path.'
@@ -250,6 +250,14 @@ class Follower:
     if num_lines:
       self._commit(last, final_step)
     return status
+
+  def _is_other(self, status: run_files.RunStatus) -> bool:
+    """Return whether the directory is gone or that of another run; deleted events alone tell nothing."""
+    if self._position.run is None:
+      return False
+    if status.identity is None:
+      return not files.is_remote(self._run) and not self._run.is_dir()
+    return status.identity != self._position.run
 
   def _start(self, *, knows_all: bool) -> None:
     """Start the tracker if it is not started, or if more facts about the run are known than before.

@@ -53,7 +53,7 @@ MUTANTS = (
   Mutant(
     'a_run_that_was_deleted_or_replaced_is_followed',
     _FOLLOWER,
-    'if self._position.run not in (None, status.identity):',
+    'if self._is_other(status):',
     'if False:',
     f'{_TESTS}::test_a_run_that_is_deleted_or_replaced_ends_the_follower_and_changes_nothing_of_the_tracker',
   ),

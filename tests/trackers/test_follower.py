@@ -352,6 +352,19 @@ def test_a_run_that_is_deleted_or_replaced_ends_the_follower_and_changes_nothing
   assert steps(tracker) == [10, 20]
 
 
+def test_a_run_whose_events_are_deleted_is_followed_further(run, tracker):
+  follower = _follower(run, tracker)
+  run.line(10)
+  run.checkpoint(10)
+  run.line(20)
+  follower.send()
+  (run.path / 'events.jsonl').unlink()
+  assert follower.send().status == 'unknown'
+  run.stop()
+  assert follower.send().status == 'finished'
+  assert steps(tracker) == [10, 20]
+
+
 def test_one_follower_at_a_time_sends_a_run_to_a_tracker(run, tracker, tmp_path):
   tracker.knows_last_step = False
   run.line(10)
