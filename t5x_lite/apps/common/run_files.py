@@ -172,15 +172,6 @@ class MetricsReader:
       _logger.warning('%s is damaged and skipped: it must be a JSON object with a step.', where)
 
 
-def read_lines(run: str | os.PathLike[str]) -> dict[str, tuple[MetricsReader, list]]:
-  """Return, by writer, the reader (which knows damaged and missing lines) and all lines of a run so far."""
-  found = {}
-  for writer, path in summaries.metrics_files(run).items():
-    reader = MetricsReader(path)
-    found[writer] = reader, list(reader.read(is_final=True))
-  return found
-
-
 def last_line(path: files.Path) -> summaries.MetricsLine | None:
   """Return the last valid line of a `metrics.jsonl`, of those in its last MiB; None without one."""
   for part in reversed(files.parts(path)):
