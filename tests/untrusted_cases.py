@@ -155,9 +155,7 @@ def _large(name):
 
 def _metadata_name(folder, outside):
   path = folder / 'state/_METADATA'
-  path.write_text(
-    path.read_text().replace('"key": "b"', json.dumps('key') + ': ' + json.dumps(f'/../{outside}'))
-  )
+  path.write_text(path.read_text().replace('"key":"b"', f'"key":{json.dumps(f"/../{outside}")}'))
 
 
 def _index(change):
