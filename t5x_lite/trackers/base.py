@@ -22,12 +22,12 @@ TRACKERS: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunInfo:
-  """What a tracker gets to know about a run before its metrics.
+  """Facts about a run that a tracker gets before the metrics.
 
   Attributes:
     name: name of the run directory.
     run_id: text of letters and digits, the same whenever the run is followed: a tracker continues the run of this id.
-    folder: local folder for files of the tracker; None if there is none.
+    folder: local folder for files of the tracker; None if the position is in an object store.
     configuration: values of the configuration, see `run_files.configuration`.
     facts: facts about the run, see `run_files.facts`; more are known after its first checkpoint.
   """

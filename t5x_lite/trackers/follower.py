@@ -155,8 +155,7 @@ class Follower:
   def alone(self) -> Iterator[None]:
     """Keep other followers that send this run to this tracker away, and read the position that the last one has left.
 
-    The lock is on `<name>.lock` beside the position. There is none in an object store, nor on a file system without
-    locks.
+    The lock is on `<name>.lock` beside the position. Object stores and file systems without locks give no protection.
 
     Raises:
       ConfigError: the folder cannot be written, or see `__init__`.
@@ -383,7 +382,7 @@ class Follower:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-  """Return rows with equal keys; a column has numbers or texts, since wandb refuses a table that mixes types."""
+  """Return rows with equal keys, whose columns have numbers alone or texts alone, as tables of wandb must."""
   columns = {}
   for column in dict.fromkeys(key for row in rows for key in row):
     values = [row.get(column) for row in rows]

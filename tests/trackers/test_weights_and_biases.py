@@ -135,7 +135,7 @@ def run(tmp_path, monkeypatch):
     made.line(step)
   made.line(20, 'inference_eval/a', bleu=2.0)
   example = {'index': 0, 'inputs': 'x', 'targets': 'y', 'prediction': 'z'}
-  # wandb refuses columns with values of several types.
+  # wandb raises an error for a column with values of several types.
   made.predictions(20, 'a', [example, {**example, 'targets': None, 'prediction': ['\ud800']}])
   made.line(30, loss='NaN')
   made.checkpoint(20, random_seed=7)

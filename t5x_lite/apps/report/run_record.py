@@ -37,7 +37,7 @@ _SAMPLED = ('lengths', 'num_cut', 'num_tokens', 'num_lost')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunRecord:
-  """What the files of a run tell.
+  """Facts of a run, as its files have them.
 
   Attributes:
     name: name of the run on the page.

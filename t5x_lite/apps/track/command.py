@@ -15,7 +15,7 @@ from t5x_lite import trackers
 from t5x_lite.apps import track as track_script
 """
 # Value of --to to the tracker, as `trackers.TRACKERS`.
-_TRACKERS = {'wandb': 'Wandb', 'mlflow': 'Mlflow', 'tensorboard': 'TensorBoard'}
+TRACKERS = {'wandb': 'Wandb', 'mlflow': 'Mlflow', 'tensorboard': 'TensorBoard'}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument('run', metavar='RUN', help='model directory, also of a run that is training')
   parser.add_argument(
     '--to',
-    choices=tuple(_TRACKERS),
+    choices=tuple(TRACKERS),
     help='tracker; its options are those of trackers.Wandb, trackers.Mlflow and trackers.TensorBoard, e.g. '
     '--gin.trackers.Wandb.project=mine. --gin.TRACKER sets any other tracker',
   )
@@ -48,11 +48,11 @@ def run_command(invocation: Invocation) -> int:
     got = ' and '.join(of_gin + [f'--to={flags.to}'] * (flags.to is not None))
     raise ConfigError(
       f'Exactly one of --to and --gin.TRACKER must choose a tracker, got {got or "neither"}. Pass one of '
-      f'{", ".join(f"--to={name}" for name in _TRACKERS)}.'
+      f'{", ".join(f"--to={name}" for name in TRACKERS)}.'
     )
   text = f'{_HEADER}track_script.track.run = {flags.run!r}\n'
   if flags.to is not None:
-    text += f'TRACKER = @trackers.{_TRACKERS[flags.to]}()\n'
+    text += f'TRACKER = @trackers.{TRACKERS[flags.to]}()\n'
   invocation = invocation._replace(gin_files=[_RUN_FILE, *invocation.gin_files])
   configuration = load_configuration(invocation, overrides=text)
   show(configuration.call(once=flags.once, state_dir=flags.state_dir))

@@ -69,7 +69,8 @@ def _follow(
 ) -> run_files.RunStatus:
   """Send until the run ends or, with `once`, once; return the status of the run then."""
   num_errors = 0
-  has_sent = has_warned = False
+  has_sent = False
+  has_warned = False
   while True:
     try:
       status = follower.send()

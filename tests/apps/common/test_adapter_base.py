@@ -137,7 +137,7 @@ def _trainer(model, batch):
 
 
 def test_saving_copies_no_stacked_layers():
-  """What is saved has a subtree per layer, as all of the state would have."""
+  """The saved arrays have a subtree per layer, as those of the entire state have."""
   adapter = adapters.Lora(rank=2, also_train=('norm/scale$',))
   model = cases.make_model(adapter, scan_layers=True, num_encoder_layers=4)
   batch = {**cases.BATCH, 'decoder_loss_weights': np.ones((8, 5), np.float32)}

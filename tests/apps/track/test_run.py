@@ -144,4 +144,4 @@ def test_the_command_sends_to_a_tracker_with_options(run, tmp_path, capsys):
 def test_names_of_the_command_are_those_of_the_table():
   from t5x_lite.apps.track import command
 
-  assert command._TRACKERS == trackers.TRACKERS  # pylint: disable=protected-access
+  assert command.TRACKERS == trackers.TRACKERS
