@@ -10,62 +10,11 @@ cores:
 import argparse
 import itertools
 import pathlib
-import statistics
-import subprocess
-import sys
 
-from t5x_lite import checkpoints
-from t5x_lite.trainer import summaries
+import runs as study
 
 _RECIPES = {'dense': 'recipes/keyword_cloze.gin', 'sparse': 'recipes/keyword_cloze_moe.gin'}
-_TASK = 'python_keyword_cloze'
-# Compared values: writer and metric. The recipes divide the loss of a batch by its target tokens.
-_LOSS = (f'training_eval/{_TASK}', 'cross_ent_loss')
-_MATCH = (f'inference_eval/{_TASK}', 'exact_match')
 _COLORS = {'dense': '#0072b2', 'sparse': '#d55e00'}
-
-
-def train(folder: pathlib.Path, recipe: str, rate: float, seed: int, num_steps: int) -> None:
-  """Train one model, unless it was trained before."""
-  if checkpoints.all_steps(folder)[-1:] == [num_steps]:
-    return
-  flags = {
-    'MODEL_DIR': folder,
-    'LEARNING_RATE': rate,
-    'RANDOM_SEED': seed,
-    'TRAIN_STEPS': num_steps,
-    'EVAL_PERIOD': num_steps // 5,
-    'SAVING_PERIOD': num_steps,
-    'DATA_SOURCE': 'builtin',
-    'EVAL_STEPS': 16,
-  }
-  command = [
-    sys.executable,
-    '-m',
-    't5x_lite',
-    'train',
-    f'--gin_file={recipe}',
-    *(f'--gin.{name}={value}' for name, value in flags.items()),
-  ]
-  print(f'{folder.name}: training', flush=True)
-  done = subprocess.run(command, capture_output=True, text=True, check=False)
-  if done.returncode:
-    sys.exit(
-      f'{" ".join(map(str, command))} ended with status {done.returncode}:\n{done.stderr[-3000:]}'
-    )
-
-
-def curve(folder: pathlib.Path, writer: str, metric: str) -> dict[int, float]:
-  """Return step to value of one metric of a run."""
-  return {
-    row['step']: row[metric]
-    for row in summaries.read_metrics(folder / writer / summaries.METRICS_FILE)
-  }
-
-
-def mean_and_deviation(values: list[float]) -> tuple[float, float]:
-  """Return the mean and the sample standard deviation (0 of one value)."""
-  return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def draw(
@@ -85,7 +34,7 @@ def draw(
     axes = figure.add_subplot(1, len(curves), index + 1)
     for model, runs in by_model.items():
       steps = sorted(runs[0])
-      points = [mean_and_deviation([run[step] for run in runs]) for step in steps]
+      points = [study.mean_and_deviation([run[step] for run in runs]) for step in steps]
       axes.plot(
         steps,
         [mean for mean, _ in points],
@@ -126,7 +75,14 @@ def main() -> None:
     arguments.seeds, arguments.rates, _RECIPES.items()
   ):
     runs[model, rate, seed] = arguments.out / f'{model}_{rate:g}_{seed}'
-    train(runs[model, rate, seed], recipe, rate, seed, arguments.steps)
+    flags = {
+      'LEARNING_RATE': rate,
+      'RANDOM_SEED': seed,
+      'TRAIN_STEPS': arguments.steps,
+      'EVAL_PERIOD': arguments.steps // 5,
+      'EVAL_STEPS': 16,
+    }
+    study.train(runs[model, rate, seed], [recipe], flags)
 
   lines = [
     '| model | learning rate | validation loss per token | exact match |',
@@ -136,8 +92,8 @@ def main() -> None:
   for model, rate in itertools.product(_RECIPES, arguments.rates):
     of_seeds = [runs[model, rate, seed] for seed in arguments.seeds]
     loss, match = (
-      mean_and_deviation([curve(run, *metric)[arguments.steps] for run in of_seeds])
-      for metric in (_LOSS, _MATCH)
+      study.mean_and_deviation([study.curve(run, *metric)[arguments.steps] for run in of_seeds])
+      for metric in (study.LOSS, study.MATCH)
     )
     best[model] = min(best.get(model, (float('inf'), 0.0)), (loss[0], rate))
     lines.append(
@@ -146,10 +102,12 @@ def main() -> None:
   print('\n'.join(lines))
   curves = {
     name: {
-      f'{model}': [curve(runs[model, best[model][1], seed], *metric) for seed in arguments.seeds]
+      f'{model}': [
+        study.curve(runs[model, best[model][1], seed], *metric) for seed in arguments.seeds
+      ]
       for model in _RECIPES
     }
-    for name, metric in (('loss', _LOSS), ('match', _MATCH))
+    for name, metric in (('loss', study.LOSS), ('match', study.MATCH))
   }
   draw(
     arguments.out / 'sparse_against_dense.png',
