@@ -5,7 +5,8 @@
 
 Steps of the 77 M-parameter T5 1.1 small run by `Trainer.train`, in turns without and with a thread that follows the
 run's files, 300 steps in all; the metrics of each step are written in both. The tracker writes TensorBoard events of
-each line, so it has the most work per line without a network. `train` looks at the files every 10 s instead of every
+each line, so it has the most work per line without a network. A turn begins when the follower has looked once and has
+the lines of the turn before. `train` looks at the files every 10 s instead of every
 second, and writes metrics every `stats_period` steps. Steps differ by several percent from one to the next, so one look
 at the files is also timed alone, without and with a new line.
 """
@@ -15,6 +16,7 @@ import itertools
 import pathlib
 import statistics
 import tempfile
+import threading
 
 import common
 
@@ -65,18 +67,30 @@ def main() -> None:
       trainer.finish_steps()
       manager.flush()
 
-    def tracker() -> trackers.TensorBoard:
-      return trackers.TensorBoard(log_dir=folder)
+    class Tracker(trackers.TensorBoard):
+      """A tracker that tells when it has the first lines."""
+
+      name = 'tensorboard'
+
+      def __init__(self):
+        super().__init__(log_dir=folder)
+        self.has_looked = threading.Event()
+
+      def flush(self) -> None:
+        super().flush()
+        self.has_looked.set()
 
     trainer.train(batches, 2)  # touches fresh memory
     trainer.finish_steps()
     for turn in range(args.pairs):
       for follows in (turn % 2 == 0, turn % 2 == 1):
-        given = [tracker()] if follows else []
+        given = [Tracker()] if follows else []
         with trackers.FollowerThreads(run, given, poll_seconds=args.poll) as threads:
           threads.start()
+          for tracker in given:
+            tracker.has_looked.wait()
           seconds[follows].append(common.timed(train)[0] / args.steps)
-    follower = trackers.Follower(run, tracker())
+    follower = trackers.Follower(run, Tracker())
     follower.send()
     idle = common.seconds_per_call(follower.send, 200)
 

@@ -10,7 +10,7 @@ from t5x_lite.lazy_names import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
   globals(),
   {
-    't5x_lite.trackers.base': ('RunInfo', 'Tracker', 'TRACKERS', 'make_tracker'),
+    't5x_lite.trackers.base': ('RunInfo', 'Tracker', 'make_tracker'),
     't5x_lite.trackers.follower': ('Follower',),
     't5x_lite.trackers.mlflow_tracker': ('Mlflow',),
     't5x_lite.trackers.tensor_board': ('TensorBoard',),
@@ -18,3 +18,6 @@ __getattr__, __dir__, __all__ = lazy_names(
     't5x_lite.trackers.weights_and_biases': ('Wandb',),
   },
 )
+
+# Name to the class here. The commands read it before they import anything large.
+TRACKERS = {'wandb': 'Wandb', 'mlflow': 'Mlflow', 'tensorboard': 'TensorBoard'}

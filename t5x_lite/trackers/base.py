@@ -6,18 +6,15 @@ import dataclasses
 import importlib
 import importlib.util
 import pathlib
+import re
 from typing import Any, ClassVar
 
 from t5x_lite import checks
 from t5x_lite.apps.common import run_files
 from t5x_lite.errors import needs_packages
+from t5x_lite.trackers import TRACKERS
 
-# Name to the gin name of the class.
-TRACKERS: Mapping[str, str] = {
-  'wandb': 'Wandb',
-  'mlflow': 'Mlflow',
-  'tensorboard': 'TensorBoard',
-}
+_NAME = re.compile(r'[A-Za-z0-9_-]+')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,9 +103,22 @@ def make_tracker(tracker: str | Tracker) -> Tracker:
     ConfigError: the name is unknown, or the tracker's package is missing.
   """
   if isinstance(tracker, Tracker):
+    check_name(tracker)
     return tracker
   checks.check('', {'tracker': tracker}, tracker=checks.one_of(tuple(TRACKERS)))
   return getattr(importlib.import_module('t5x_lite.trackers'), TRACKERS[tracker])()
+
+
+def check_name(tracker: Tracker) -> None:
+  """Raise ConfigError if the name of a tracker cannot be that of a file."""
+  checks.check(
+    type(tracker).__name__,
+    {'name': getattr(tracker, 'name', None)},
+    name=checks.Expectation(
+      "letters, digits, '-' and '_'",
+      lambda name: isinstance(name, str) and _NAME.fullmatch(name) is not None,
+    ),
+  )
 
 
 def check_installed(owner: str, package: str, extra: str) -> None:

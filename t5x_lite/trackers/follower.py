@@ -23,13 +23,13 @@ import re
 from typing import Any
 import uuid
 
-from t5x_lite import checks
 from t5x_lite.apps.common import run_files
 from t5x_lite.errors import ConfigError, DataError, DirectoryInUseError
 from t5x_lite.storage import files
 from t5x_lite.storage import untrusted
 from t5x_lite.trackers.base import RunInfo
 from t5x_lite.trackers.base import Tracker
+from t5x_lite.trackers.base import check_name
 from t5x_lite.trainer import summaries
 
 _logger = logging.getLogger(__name__)
@@ -126,13 +126,7 @@ class Follower:
       ConfigError: the name of the tracker is invalid, or the position is that of another run or invalid.
       OSError: the position cannot be read.
     """
-    checks.check(
-      type(tracker).__name__,
-      {'name': getattr(tracker, 'name', None)},
-      name=checks.Expectation(
-        "letters, digits, '-' and '_'", lambda name: _NAME.fullmatch(name) is not None
-      ),
-    )
+    check_name(tracker)
     self._run = files.path(run)
     self._tracker = tracker
     if state_dir is None:
@@ -313,7 +307,7 @@ class Follower:
     """Send the lines of a step, and return their number."""
     values = {}
     for _, writer, line in group:
-      values |= {f'{writer}/{name}': number for name, number in line.numbers.items()}
+      values |= {_text(f'{writer}/{name}'): number for name, number in line.numbers.items()}
     if values:
       wall_time = max(line.wall_time or 0.0 for _, _, line in group)
       self._tracker.log(step, values, wall_time)

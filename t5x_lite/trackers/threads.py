@@ -14,7 +14,7 @@ import threading
 import time
 
 from t5x_lite.formatting import gin_flag
-from t5x_lite.trackers.base import TRACKERS
+from t5x_lite.trackers import TRACKERS
 from t5x_lite.trackers.base import Tracker
 from t5x_lite.trackers.follower import Follower
 

@@ -18,7 +18,6 @@ _MAX_FLUSH_SECONDS = 60.0
 # What stands for the name of the machine, which wandb always records.
 _HOST = 't5x_lite'
 _COLLECTS_NOTHING = {
-  'allow_offline_artifacts': False,  # artifacts of tables have paths of the machine
   'console': 'off',
   'disable_code': True,
   'disable_git': True,
@@ -87,6 +86,8 @@ class Wandb(base.Tracker):
     if run_info.folder is not None and 'WANDB_DIR' not in os.environ:
       run_info.folder.mkdir(parents=True, exist_ok=True)
       folder = run_info.folder
+      # wandb keeps copies of tables until they are uploaded: beside the run, not in the home folder.
+      os.environ.setdefault('WANDB_DATA_DIR', str(folder / 'wandb'))
     self._run = wandb.init(
       project=self.project or os.environ.get('WANDB_PROJECT') or 't5x_lite',
       entity=self.entity,

@@ -5,6 +5,7 @@ import pytest
 from t5x_lite import trackers
 from t5x_lite.errors import ConfigError
 from t5x_lite.trackers import base
+from tests.trackers import tracker_cases
 
 
 def test_trackers_have_the_names_of_the_table():
@@ -22,6 +23,14 @@ def test_an_unknown_name_and_a_missing_package_are_errors_with_a_remedy():
     ConfigError, match=r'`Wandb` needs wandb_2, .*Install with `pip install .*wandb'
   ):
     base.check_installed('`Wandb`', 'wandb_2', 'wandb')
+
+
+@pytest.mark.parametrize('name', ['', 'a/b', 'zwei wörter', None, 5])
+def test_a_name_that_cannot_be_a_file_is_an_error_before_the_run_starts(name, tmp_path):
+  tracker = tracker_cases.FileTracker(tmp_path)
+  tracker.name = name
+  with pytest.raises(ConfigError, match=r"`FileTracker.name` must be letters, digits, '-' and '_'"):
+    trackers.make_tracker(tracker)
 
 
 def test_a_tracker_that_cannot_overwrite_says_so():

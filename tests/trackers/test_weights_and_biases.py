@@ -124,7 +124,8 @@ def _history(folder):
 def run(tmp_path, monkeypatch):
   monkeypatch.setenv('WANDB_MODE', 'offline')
   monkeypatch.setenv('MY_PRIVATE_VARIABLE', 'value-of-a-variable')
-  monkeypatch.setenv('WANDB_DATA_DIR', str(tmp_path / 'data'))
+  monkeypatch.setenv('WANDB_DATA_DIR', '')  # so that it is as before after the test
+  monkeypatch.delenv('WANDB_DATA_DIR')
   monkeypatch.chdir(tmp_path)
   made = GrowingRun(tmp_path / 'runs/mine')
   (made.path / 'config.gin').write_text(
@@ -133,7 +134,7 @@ def run(tmp_path, monkeypatch):
   made.start()
   for step in (10, 20):
     made.line(step)
-  made.line(20, 'inference_eval/a', bleu=2.0)
+  made.line(20, 'inference_eval/a', bleu=2.0, **{'half\ud800': 1.0})
   example = {'index': 0, 'inputs': 'x', 'targets': 'y', 'prediction': 'z'}
   # wandb raises an error for a column with values of several types.
   made.predictions(20, 'a', [example, {**example, 'targets': None, 'prediction': ['\ud800']}])
@@ -157,6 +158,7 @@ def test_a_run_and_its_continuation_have_each_step_once_and_nothing_else(run, tm
   assert losses[:2] == [(10, 1 / 11), (20, 1 / 21)]
   assert losses[2][0] == 30 and losses[2][1] != losses[2][1]
   assert losses[3:] == [(40, 1 / 41)]
+  assert [row['inference_eval/a/half?'] for row in rows if 'inference_eval/a/half?' in row] == [1.0]
   assert [row['inference_eval/a/bleu'] for row in rows if 'inference_eval/a/bleu' in row] == [2.0]
 
   paths = sorted(folder.glob('wandb/offline-run-*/*.wandb'))
@@ -176,7 +178,9 @@ def test_a_run_and_its_continuation_have_each_step_once_and_nothing_else(run, tm
           config.add(value)
         if name == 'run.host':
           assert value == 't5x_lite'
-        if 'local_path' not in name:
+        if 'local_path' in name:
+          assert value.startswith(f'{folder}/wandb/artifacts/')
+        else:
           text = str(value)
           for private in (str(tmp_path), 'value-of-a-variable', 'secret-key', 'test_weights_and'):
             assert private not in text, (name, text)

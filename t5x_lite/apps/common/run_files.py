@@ -169,7 +169,10 @@ class MetricsReader:
     where = f'{self.lines.path}:{number}'
     if where not in self.damaged:
       self.damaged.append(where)
-      _logger.warning('%s is damaged and skipped: it must be a JSON object with a step.', where)
+      _logger.warning(
+        '%s is damaged and skipped: it must be a JSON object with a step, a time and numbers.',
+        where,
+      )
 
 
 def last_line(path: files.Path) -> summaries.MetricsLine | None:

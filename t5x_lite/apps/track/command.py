@@ -7,6 +7,7 @@ from t5x_lite.apps.common.flags import add_gin_arguments
 from t5x_lite.apps.common.flags import load_configuration
 from t5x_lite.errors import ConfigError, ExitCode
 from t5x_lite.formatting import show
+from t5x_lite.trackers import TRACKERS
 
 _RUN_FILE = 'runs/track.gin'
 _HEADER = """
@@ -14,8 +15,6 @@ from __gin__ import dynamic_registration
 from t5x_lite import trackers
 from t5x_lite.apps import track as track_script
 """
-# Value of --to to the tracker, as `trackers.TRACKERS`.
-TRACKERS = {'wandb': 'Wandb', 'mlflow': 'Mlflow', 'tensorboard': 'TensorBoard'}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

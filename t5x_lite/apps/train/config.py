@@ -51,7 +51,7 @@ _TRACKERS = checks.Expectation(
 def _tracker_name(tracker: Any) -> str:
   """Return the name of a tracker; raise TypeError for anything else."""
   if isinstance(tracker, trackers_lib.Tracker):
-    return tracker.name
+    return getattr(tracker, 'name', '')  # an error of `make_tracker`
   if tracker in trackers_lib.TRACKERS:
     return tracker
   raise TypeError(f'{tracker!r} is not a tracker')

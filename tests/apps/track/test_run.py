@@ -139,9 +139,3 @@ def test_the_command_sends_to_a_tracker_with_options(run, tmp_path, capsys):
   assert line['train/loss'] == 1 / 11
   assert json.loads((tmp_path / 'state/tensorboard.json').read_text())['step'] == 10
   assert not (run.path / 'trackers').exists()
-
-
-def test_names_of_the_command_are_those_of_the_table():
-  from t5x_lite.apps.track import command
-
-  assert command.TRACKERS == trackers.TRACKERS
