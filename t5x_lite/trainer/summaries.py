@@ -514,16 +514,18 @@ def parse_line(row: dict[str, Any] | None) -> MetricsLine | None:
   """Return the line of a JSON object; None for an invalid one, such as a line without a step."""
   if not _has_step(row):
     return None
-  wall_time = row.get('wall_time')
-  line = MetricsLine(row['step'], wall_time, {}, {}, {})
+  values = dict(row)
+  step = values.pop('step')
+  wall_time = values.pop('wall_time', None)
   if wall_time is not None and not is_wall_time(wall_time):
     return None
-  for name, value in row.items():
-    if name in ('step', 'wall_time'):
-      continue
-    if type(value) is float:  # nearly all, and a file may have millions
-      line.numbers[name] = value
-    elif isinstance(value, str) and value not in _NOT_IN_JSON:
+  if set(map(type, values.values())) == {
+    float
+  }:  # nearly all lines, and a file may have millions of values
+    return MetricsLine(step, wall_time, values, {}, {})
+  line = MetricsLine(step, wall_time, {}, {}, {})
+  for name, value in values.items():
+    if isinstance(value, str) and value not in _NOT_IN_JSON:
       line.texts[name] = value
     elif not _is_numbers(value):
       return None

@@ -187,6 +187,13 @@ MUTANTS = (
     'tests/apps/report/test_run.py::test_damaged_and_missing_lines_are_named',
   ),
   Mutant(
+    'points_are_ordered_by_the_names_of_their_lines',
+    't5x_lite/apps/common/metric_points.py',
+    'placed[np.argsort(placed[:, 0]), 1:]',
+    'placed[:, 1:]',
+    'tests/apps/common/test_metric_points.py',
+  ),
+  Mutant(
     'any_finite_value_is_drawn',
     't5x_lite/apps/common/curves.py',
     'np.isfinite(values) & (np.abs(values) <= _LARGEST)',

@@ -326,17 +326,16 @@ def _reduced(points: np.ndarray) -> np.ndarray:
   width = (steps.max() - steps.min()) / _MAX_PIXELS or 1.0
   columns = np.floor((steps - steps.min()) / width)
   is_drawable = _is_drawable(values)
-
-  def ends(key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of the first and of the last point of each column, ordered by `key`."""
-    order = np.lexsort((key, columns))
-    is_new = np.diff(columns[order], prepend=-1) > 0
-    return order[is_new], order[np.append(is_new[1:], True)]
-
-  first, last = ends(np.arange(len(points)))
-  smallest, _ = ends(np.where(is_drawable, values, np.inf))
-  _, largest = ends(np.where(is_drawable, values, -np.inf))
-  return points[np.unique(np.concatenate([first, last, smallest, largest]))]
+  low = np.where(is_drawable, values, np.inf)
+  high = np.where(is_drawable, values, -np.inf)
+  order = np.argsort(columns, kind='stable')
+  starts = np.flatnonzero(np.diff(columns[order])) + 1
+  kept = set()
+  for column in np.split(order, starts):
+    smallest = column[np.argmin(low[column])]
+    largest = column[np.argmax(high[column])]
+    kept.update((column[0], column[-1], smallest, largest))
+  return points[sorted(kept)]
 
 
 def _set_steps(drawn: Sequence[tuple[Any, Panel]], label: str) -> None:

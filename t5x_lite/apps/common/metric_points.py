@@ -1,14 +1,15 @@
-"""Metrics of runs as points of curves: reading, the names of runs, and the metrics that are shown by default."""
+"""Metrics of runs as points of curves: reading, the names of runs, and the metrics that are shown first."""
 
 import array
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 import os
 import re
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from t5x_lite import metrics as metrics_lib
 from t5x_lite.apps.common import curves
 from t5x_lite.apps.common import run_files
 from t5x_lite.errors import DataError
@@ -16,7 +17,19 @@ from t5x_lite.storage import files
 from t5x_lite.storage import untrusted
 from t5x_lite.trainer import summaries
 
-_DEFAULT_METRICS = ('loss', 'accuracy', 'learning_rate')
+# Shown first, in this order; the others follow by name. Rates, counts and optimizer metrics are only in the files.
+_FIRST_METRICS = ('loss', 'accuracy', 'learning_rate')
+_HIDDEN_PREFIXES = (
+  'timing/',
+  'non_padding_fraction/',
+  'effective_batch_size/',
+  'weight_',
+  'loss_per_',
+  'z_loss',
+  'cross_ent_loss',
+  'learning_rate/',
+  'optimizer/',
+)
 _INFERENCE = 'inference_eval/'
 # Value of `loss_normalizing_factor` to the unit of the loss.
 _LOSS_UNITS = {
@@ -63,19 +76,34 @@ def read_run(model_dir: str | os.PathLike[str]) -> dict[str, WriterMetrics]:
 
 def _read(path: files.Path) -> WriterMetrics:
   reader = run_files.MetricsReader(path)
-  # Steps and values in turn, 8 bytes each.
-  columns = collections.defaultdict(lambda: array.array('d'))
+  # Names to the numbers of the lines with these names, one line after the other: its place in the file, its step, and
+  # its values. The lines of most files have the same names, and a file may have millions of values.
+  blocks = collections.defaultdict(lambda: array.array('d'))
   arrays = {}
   wall_time = np.nan
-  for line in reader.read():
-    for name, value in line.numbers.items():
-      columns[name].extend((line.step, value))
+  for place, line in enumerate(reader.read()):
+    block = blocks[tuple(line.numbers)]
+    block.extend((place, line.step))
+    block.extend(line.numbers.values())
     for name, values in line.arrays.items():
       arrays[name] = line.step, values
     if line.wall_time is not None:
       wall_time = line.wall_time
-  points = {name: np.frombuffer(column).reshape(-1, 2) for name, column in columns.items()}
-  return WriterMetrics(points, arrays, wall_time, reader.damaged, reader.missing)
+  return WriterMetrics(_points(blocks), arrays, wall_time, reader.damaged, reader.missing)
+
+
+def _points(blocks: Mapping[tuple[str, ...], array.array]) -> dict[str, np.ndarray]:
+  """Return the points of each metric, float64 [n, 2], in the order of their lines."""
+  parts = collections.defaultdict(list)
+  for names, block in blocks.items():
+    rows = np.frombuffer(block).reshape(-1, 2 + len(names))
+    for column, name in enumerate(names, start=2):
+      parts[name].append((rows, column))
+  points = {}
+  for name, found in parts.items():
+    placed = np.concatenate([rows[:, [0, 1, column]] for rows, column in found])
+    points[name] = placed[np.argsort(placed[:, 0]), 1:]
+  return points
 
 
 def run_names(model_dirs: Sequence[str | os.PathLike[str]]) -> list[str]:
@@ -119,6 +147,18 @@ def default_metrics(runs: Mapping[str, curves.RunPoints]) -> list[str]:
       known |= points.keys()
       if writer.startswith(_INFERENCE):
         inferred |= {name for name in points if not name.startswith('timing/')}
-  chosen = [name for name in _DEFAULT_METRICS if name in known]
-  chosen += sorted(inferred - set(_DEFAULT_METRICS))
+  chosen = [name for name in _FIRST_METRICS if name in known]
+  chosen += sorted(inferred - set(_FIRST_METRICS))
   return chosen or sorted(known)[:4]
+
+
+def metrics_in_order(names: Collection[str]) -> list[str]:
+  """Return the names of metrics, the most important ones first."""
+  first = [name for name in _FIRST_METRICS if name in names]
+  return first + sorted(set(names) - set(first))
+
+
+def is_hidden(name: str) -> bool:
+  """Return whether a metric is not shown by default: bookkeeping, and metrics of single layers or parameters."""
+  prefixes = (*_HIDDEN_PREFIXES, *metrics_lib.layer_prefixes())
+  return name.startswith(prefixes) or name.count('/') > 1

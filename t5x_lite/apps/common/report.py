@@ -1,6 +1,6 @@
 """Text that a run prints about itself: before its start (`describe`) and after its end (`final_report`)."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import math
 import os
@@ -20,6 +20,7 @@ from t5x_lite import metrics as metrics_lib
 from t5x_lite import partitioning
 from t5x_lite import runtime
 from t5x_lite import tree_utils
+from t5x_lite.apps.common import metric_points
 from t5x_lite.apps.common import starting_point
 from t5x_lite.data.text.hugging_face import HuggingFaceVocabulary
 from t5x_lite.formatting import format_bytes
@@ -36,19 +37,6 @@ from t5x_lite.trainer import state_init
 from t5x_lite.trainer import summaries
 from t5x_lite.types import PyTree
 
-# Shown first, in this order; the others follow by name. Rates, counts and optimizer metrics are only in the files.
-_FIRST_METRICS = ('loss', 'accuracy', 'learning_rate')
-_HIDDEN_PREFIXES = (
-  'timing/',
-  'non_padding_fraction/',
-  'effective_batch_size/',
-  'weight_',
-  'loss_per_',
-  'z_loss',
-  'cross_ent_loss',
-  'learning_rate/',
-  'optimizer/',
-)
 _NUM_PREDICTIONS = 10
 # Characters of a metric that is a text, such as a signature of sacrebleu; longer ones are only in the files.
 _MAX_TEXT = 100
@@ -270,27 +258,15 @@ def format_metrics(values: Mapping[str, Any]) -> str:
     plain[name] = value
   numbers = {}
   for name, number in plain.items():
-    if not is_hidden(name) and not isinstance(number, str):
+    if not metric_points.is_hidden(name) and not isinstance(number, str):
       numbers[name] = float(np.asarray(number))
-  names = metrics_in_order(numbers)
+  names = metric_points.metrics_in_order(numbers)
   shown = {**{name: numbers[name] for name in names}, **metrics_lib.worst_of_layers(plain)}
   parts = [f'{name} {format_number(number)}' for name, number in shown.items()]
   for name, text in plain.items():
     if isinstance(text, str) and len(text) <= _MAX_TEXT and text.isprintable():
       parts.append(f'{name} {text}')
   return '  '.join(parts)
-
-
-def metrics_in_order(names: Collection[str]) -> list[str]:
-  """Return the names of metrics, the most important ones first."""
-  first = [name for name in _FIRST_METRICS if name in names]
-  return first + sorted(set(names) - set(first))
-
-
-def is_hidden(name: str) -> bool:
-  """Return whether a metric is not shown by default: bookkeeping, and metrics of single layers or parameters."""
-  prefixes = (*_HIDDEN_PREFIXES, *metrics_lib.layer_prefixes())
-  return name.startswith(prefixes) or name.count('/') > 1
 
 
 def format_evaluations(
@@ -320,10 +296,10 @@ def format_evaluations(
         found = {}
         for name, value in metrics.items():
           short_name = name.removeprefix(prefix)
-          if name.startswith(prefix) and not is_hidden(short_name):
+          if name.startswith(prefix) and not metric_points.is_hidden(short_name):
             found[short_name] = value
         rows[step, task] = found
-    columns = metrics_in_order(set().union(*rows.values()))
+    columns = metric_points.metrics_in_order(set().union(*rows.values()))
     table = [('step', 'task', *columns)]
     for (step, task), metrics in rows.items():
       cells = [format_number(metrics[name]) if name in metrics else '' for name in columns]

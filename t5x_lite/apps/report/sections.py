@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from t5x_lite.apps.common import html_page
-from t5x_lite.apps.common import report as text_report
+from t5x_lite.apps.common import metric_points
 from t5x_lite.apps.common.html_page import Card
 from t5x_lite.apps.common.html_page import Cell
 from t5x_lite.apps.common.html_page import code
@@ -152,7 +152,7 @@ def _main_metric(run: RunRecord) -> tuple[str, '_Values'] | None:
     # A mean over tasks says more than one of them.
     for writer in sorted(writers, key=lambda writer: not writer.endswith('/mean')):
       points = run.metrics[writer].points
-      for name in text_report.metrics_in_order(points):
+      for name in metric_points.metrics_in_order(points):
         if _direction(name):
           return writer, _values(name, points[name])
   return None
@@ -258,8 +258,8 @@ def final_metrics(runs: Sequence[RunRecord]) -> Iterator[str]:
     names = dict.fromkeys(
       name for run in runs if writer in run.metrics for name in run.metrics[writer].points
     )
-    for name in text_report.metrics_in_order(names):
-      rows = others if text_report.is_hidden(name) else main
+    for name in metric_points.metrics_in_order(names):
+      rows = others if metric_points.is_hidden(name) else main
       title = _name(name)
       for run in runs:
         if writer in run.metrics and name in run.metrics[writer].points:
