@@ -161,9 +161,23 @@ MUTANTS = (
   Mutant(
     'equal_values_are_differences',
     't5x_lite/apps/report/sections.py',
-    'if len(set(values)) == 1:',
+    'if len(set(values)) == 1 < len(runs):',
     'if False:',
     'tests/apps/report/test_run.py::test_a_page_of_several_runs_has_what_differs',
+  ),
+  Mutant(
+    'all_values_of_a_run_of_another_kind_are_shown',
+    't5x_lite/apps/report/sections.py',
+    'rows[:_NUM_VALUES]',
+    'rows',
+    'tests/apps/report/test_run.py::test_runs_of_which_one_has_nearly_no_configuration',
+  ),
+  Mutant(
+    'all_damaged_lines_are_named',
+    't5x_lite/apps/report/sections.py',
+    'metrics.damaged[:_NUM_DAMAGED]',
+    'metrics.damaged',
+    'tests/apps/report/test_run.py::test_only_the_first_damaged_lines_are_named',
   ),
   Mutant(
     'the_worst_of_several_decodes_is_shown',

@@ -80,8 +80,8 @@ class Card:
 
   title: str
   value: str
-  is_good: bool | None
-  text: str
+  is_good: bool | None = None
+  text: str = ''
 
 
 class Cell(NamedTuple):

@@ -54,19 +54,20 @@ def newest(run: RunRecord) -> Iterator[TaskExamples]:
     rows = run_files.predictions(run.path, writer, step, limit=_NUM_COMPARED)
     found = list(map(_example, rows))
     order = 'in the order of the file'
-    values: list[float | None] = [each.similarity for each in found]
-    if any(value is not None for value in values):
-      order = 'those with the lowest chrF first'
-    else:
-      values = [each.score for each in found]
-      if any(value is not None for value in values):
-        order = 'those with the lowest score first'
-    # Sorting keeps the order of equal values. NaN is bad, an unknown value is last.
-    keys = [math.inf if value is None else value for value in values]
-    keys = [-math.inf if math.isnan(key) else key for key in keys]
-    ranked = [found[index] for index in sorted(range(len(found)), key=keys.__getitem__)]
-    if ranked:
-      yield TaskExamples(writer.removeprefix(_INFERENCE), step, ranked, order)
+    for attribute, words in (('similarity', 'chrF'), ('score', 'score')):
+      if any(getattr(example, attribute) is not None for example in found):
+        order = f'those with the lowest {words} first'
+        found.sort(key=lambda example, attribute=attribute: _rank(getattr(example, attribute)))
+        break
+    if found:
+      yield TaskExamples(writer.removeprefix(_INFERENCE), step, found, order)
+
+
+def _rank(value: float | None) -> float:
+  """Return the key by which examples are sorted: NaN is bad, an unknown value is last."""
+  if value is None:
+    return math.inf
+  return -math.inf if math.isnan(value) else value
 
 
 def _example(row: Mapping[str, Any]) -> Example:

@@ -1,6 +1,7 @@
 """Write one page about runs, which needs no other file and no network."""
 
 from collections.abc import Iterator, Sequence
+import itertools
 import os
 from typing import NamedTuple
 
@@ -92,18 +93,22 @@ def page(runs: Sequence[RunRecord]) -> str:
     title = runs[0].name
     lead = 'One training run of t5x_lite'
   made = html_page.utc_time(runs[0].read_at)
+  parts = [
+    sections.final_metrics(runs),
+    _curves(runs),
+    sections.predictions(runs),
+    sections.routing(runs),
+    sections.lengths(runs),
+    sections.time_of_run(runs),
+    sections.log(runs),
+  ]
+  # What differs between runs explains their metrics; the configuration of one run is for looking up.
+  place = len(parts) if len(runs) == 1 else 0
+  parts.insert(place, sections.configuration(runs))
   lines = [
     html_page.header(title, f'{lead} · {made}'),
     *sections.summary(runs),
-    *sections.differences(runs),
-    *sections.final_metrics(runs),
-    *_curves(runs),
-    *sections.predictions(runs),
-    *sections.routing(runs),
-    *sections.lengths(runs),
-    *sections.time_of_run(runs),
-    *sections.log(runs),
-    *sections.configuration(runs),
+    *itertools.chain.from_iterable(parts),
     f'<footer>Made by t5x_lite {t5x_lite.__version__} from the files of the runs, {made}. This page loads nothing '
     'from elsewhere.</footer>',
   ]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 import math
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +32,12 @@ _KINDS = {
 }
 _NUM_EXAMPLES = 10
 _NUM_WARNINGS = 50
+_NUM_DAMAGED = 20
+# Values of a table of the configuration, those of one that is open although it is less important, and characters of a
+# value.
+_NUM_VALUES = 100
+_MAX_OPEN = 12
+_MAX_VALUE = 300
 # Cell of a value that a run does not have.
 _UNKNOWN = '–'
 _LOAD = re.compile(r'experts/(.+)/layers_(\d+)/load')
@@ -54,7 +60,8 @@ details { margin: .7rem 0; } summary { cursor: pointer; color: var(--muted); }
   .stacked td { display: grid; grid-template-columns: 6rem 1fr; border: 0; padding: .1rem 0; text-align: left; }
   .named td:first-child { display: block; font-weight: 600; } .named td:first-child::before { display: none; }
   .stacked td:empty { display: none; } .stacked td::before { content: attr(data-name); color: var(--muted); }
-  .metrics { table-layout: auto; } .metrics small { display: block; } }
+  .metrics { table-layout: auto; } .metrics td:nth-last-child(-n+2) { white-space: nowrap; }
+  .metrics small { display: block; } }
 """
 # Colours of the shares of the time of a run, the useful one first.
 _SHARE_COLORS = {
@@ -71,54 +78,94 @@ _SHARE_COLORS = {
 
 
 def summary(runs: Sequence[RunRecord]) -> Iterator[str]:
-  """Yield the cards and facts of one run, or a table of several."""
+  """Yield the cards and facts of one run, or a table with a column for each of several."""
+  facts = [list(_facts(run)) for run in runs]
   if len(runs) == 1:
-    yield from html_page.cards(_cards(runs[0]))
-    yield from html_page.definitions('Run', _facts(runs[0]))
+    yield from html_page.cards(fact for fact in facts[0] if fact.text)
+    others = [fact for fact in facts[0] if not fact.text and fact.value != _UNKNOWN]
+    yield from html_page.definitions('Run', [(fact.title, fact.value) for fact in others])
     return
   yield '<h2>Runs</h2>'
-  names = ['run', 'status', 'step', 'result', 'goodput', 'time', 'starts']
-  headings = [*names, 'warnings', 'parameters']
-  yield from html_page.table(headings, map(_run_row, runs), kind='stacked named')
+  rows = []
+  for row in zip(*facts, strict=True):
+    cells = [Cell(fact.value, is_bad=fact.is_good is False) for fact in row]
+    if {cell.text for cell in cells} != {_UNKNOWN}:
+      rows.append([row[0].title, *cells])
+  headings = ['', *(run.name for run in runs)]
+  yield from html_page.table(headings, rows, kind='text stacked named')
   for run in runs:
     if run.is_good is not True:
       yield html_page.note(f'{code(run.name)}: {html_page.escape(_status(run))}')
 
 
-def _cards(run: RunRecord) -> Iterator[Card]:
+def _facts(run: RunRecord) -> Iterator[Card]:
+  """Yield facts of a run, of each run those with the same titles; cards are those with a text."""
   yield Card(title='Status', value=capitalized(run.state), is_good=run.is_good, text=_status(run))
-  yield from _result(run)
-  measured = run.goodput
-  if measured is not None:
-    share = format_percent(measured.details['goodput'])
-    text = f'Share of the time in which the run computed training steps that count. {measured.describe()}'
-    yield Card(title='Goodput', value=share, is_good=None, text=text)
-  if run.events:
-    found = warnings(run)
-    value = f'{sum(number for number, _ in found.values()):,}'
-    text = 'The log of the run has no warning.'
-    if found:
-      text = f'The newest: {_cut_off(next(reversed(found)), 200)}'
-    yield Card(title='Warnings', value=value, is_good=not found, text=text)
+  yield _result(run)
+  yield from _time_facts(run)
+  yield _warnings_fact(run)
   shares = {feature: share for feature, (share, _) in _cut_shares(run).items() if share}
   if shares:
     value = format_percent(max(shares.values()))
     names = ', '.join(f'{feature} in {format_percent(shares[feature])}' for feature in shares)
     text = f'Of the first training examples, texts are longer than the feature lengths: {names}.'
     yield Card(title='Cut examples', value=value, is_good=False, text=text)
+  else:
+    yield Card(title='Cut examples', value='none' if run.sample is not None else _UNKNOWN)
+  yield Card(title='Step', value=_step(run))
+  number = run.facts.get('num_parameters')
+  yield Card(title='Parameters', value=_UNKNOWN if number is None else f'{number:,}')
+  for name, title in (('hardware', 'Hardware'), ('data/content', 'Data')):
+    yield Card(title=title, value=str(run.facts.get(name, _UNKNOWN)))
+  started = [event.wall_time for event in run.events if event.kind == 'start']
+  for title, seconds in (('Started', [*started, math.nan][0]), ('Newest record', run.newest)):
+    yield Card(title=title, value=html_page.utc_time(seconds) or _UNKNOWN)
+  prefix = 'versions/'
+  names = sorted(name for name in run.facts if name.startswith(prefix))
+  versions = [f'{name.removeprefix(prefix)} {run.facts[name]}' for name in names]
+  yield Card(title='Versions', value=', '.join(versions) or _UNKNOWN)
+
+
+def _time_facts(run: RunRecord) -> Iterator[Card]:
+  measured = run.goodput
+  if measured is None:
+    for title in ('Goodput', 'Time', 'Starts'):
+      yield Card(title=title, value=_UNKNOWN)
+    return
+  share = format_percent(measured.details['goodput'])
+  text = (
+    f'Share of the time in which the run computed training steps that count. {measured.describe()}'
+  )
+  yield Card(title='Goodput', value=share, text=text)
+  yield Card(title='Time', value=format_duration(measured.total_seconds))
+  yield Card(title='Starts', value=f'{measured.num_starts:,}')
+
+
+def _warnings_fact(run: RunRecord) -> Card:
+  if not run.events:
+    return Card(title='Warnings', value=_UNKNOWN)
+  found = warnings(run)
+  text = 'The log of the run has no warning.'
+  if found:
+    text = f'The newest: {_cut_off(next(reversed(found)), 200)}'
+  number = sum(times for times, _ in found.values())
+  return Card(title='Warnings', value=f'{number:,}', is_good=not found, text=text)
+
+
+def _step(run: RunRecord) -> str:
+  if run.last_step.isdigit():
+    return f'{run.step:,} of {int(run.last_step):,}'
+  return f'{run.step:,}'
 
 
 def _status(run: RunRecord) -> str:
   """Return sentences about where the run is."""
-  step = f'Step {run.step:,}'
-  if run.last_step.isdigit():
-    step += f' of {int(run.last_step):,}'
   saved = 'without a checkpoint'
   if run.steps_saved:
     saved = (
       f'{count(len(run.steps_saved), "checkpoint")}, the newest at step {run.steps_saved[-1]:,}'
     )
-  parts = [f'{step}, {saved}.']
+  parts = [f'Step {_step(run)}, {saved}.']
   if run.state == 'no end recorded':
     silence = format_duration(run.read_at - run.newest)
     parts.append(
@@ -131,92 +178,31 @@ def _status(run: RunRecord) -> str:
   return ' '.join(parts)
 
 
-def _result(run: RunRecord) -> Iterator[Card]:
-  """Yield the card of the most important metric."""
-  found = _main_metric(run)
-  if found is None:
-    return
-  writer, values = found
-  step, last = values.last
-  text = f'{values.name} of {writer} at step {step:,.0f}.'
-  if values.best is not None and values.best[1] != last:
-    text += f' Best: {_number(values.best[1])} at step {values.best[0]:,.0f}.'
-  is_good = None if math.isfinite(last) else False
-  yield Card(title='Result', value=f'{values.name} {_number(last)}', is_good=is_good, text=text)
-
-
-def _main_metric(run: RunRecord) -> tuple[str, '_Values'] | None:
-  """Return (writer, values) of a metric of decoding, else of teacher forcing, else of training; None without one."""
+def _result(run: RunRecord) -> Card:
+  """Return the most important metric: of decoding, else of teacher forcing, else of training."""
   for kind in reversed(_KINDS):
     writers = [writer for writer in run.metrics if writer.partition('/')[0] == kind]
     # A mean over tasks says more than one of them.
     for writer in sorted(writers, key=lambda writer: not writer.endswith('/mean')):
       points = run.metrics[writer].points
-      for name in metric_points.metrics_in_order(points):
-        if _direction(name):
-          return writer, _values(name, points[name])
-  return None
+      for name in filter(_direction, metric_points.metrics_in_order(points)):
+        step, last = points[name][-1]
+        text = f'{name} of {writer} at step {step:,.0f}.'
+        best = _best(name, points[name])
+        if best is not None and best[1] != last:
+          text += f' Best: {_number(best[1])} at step {best[0]:,.0f}.'
+        is_good = None if math.isfinite(last) else False
+        return Card(title='Result', value=f'{name} {_number(last)}', is_good=is_good, text=text)
+  return Card(title='Result', value=_UNKNOWN)
 
 
-def _facts(run: RunRecord) -> Iterator[tuple[str, str]]:
-  if 'num_parameters' in run.facts:
-    yield 'Parameters', f'{run.facts["num_parameters"]:,}'
-  for name, label in (('hardware', 'Hardware'), ('data/content', 'Data')):
-    if name in run.facts:
-      yield label, str(run.facts[name])
-  times = [event.wall_time for event in run.events if event.kind == 'start']
-  if times:
-    yield 'Started', html_page.utc_time(times[0])
-  yield 'Newest record', html_page.utc_time(run.newest) or _UNKNOWN
-  prefix = 'versions/'
-  names = sorted(name for name in run.facts if name.startswith(prefix))
-  versions = [f'{name.removeprefix(prefix)} {run.facts[name]}' for name in names]
-  yield 'Versions', ', '.join(versions) or _UNKNOWN
-
-
-def _run_row(run: RunRecord) -> list[str | Cell]:
-  step = f'{run.step:,}'
-  if run.last_step.isdigit():
-    step += f' of {int(run.last_step):,}'
-  share = time = starts = _UNKNOWN
-  if run.goodput is not None:
-    share = format_percent(run.goodput.details['goodput'])
-    time = format_duration(run.goodput.total_seconds)
-    starts = str(run.goodput.num_starts)
-  num_warnings = sum(number for number, _ in warnings(run).values())
-  result = Cell(_UNKNOWN)
-  found = _main_metric(run)
-  if found is not None:
-    name, (_, last), _ = found[1]
-    result = Cell(f'{name} {_number(last)}', is_bad=not math.isfinite(last))
-  return [
-    run.name,
-    Cell(run.state, is_bad=run.is_good is False),
-    step,
-    result,
-    share,
-    time,
-    starts,
-    Cell(f'{num_warnings:,}', is_bad=num_warnings > 0) if run.events else _UNKNOWN,
-    f'{run.facts["num_parameters"]:,}' if 'num_parameters' in run.facts else _UNKNOWN,
-  ]
-
-
-class _Values(NamedTuple):
-  """A metric with the (step, value) of its last line, and of its best one; None if it is unknown what is better."""
-
-  name: str
-  last: np.ndarray
-  best: np.ndarray | None
-
-
-def _values(name: str, points: np.ndarray) -> _Values:
+def _best(name: str, points: np.ndarray) -> np.ndarray | None:
+  """Return the (step, value) of the best value; None if it is unknown which values are better."""
   finite = points[np.isfinite(points[:, 1])]
   sign = _direction(name)
-  best = None
-  if sign and len(finite):
-    best = finite[np.argmax(sign * finite[:, 1])]
-  return _Values(name, points[-1], best)
+  if not sign or not len(finite):
+    return None
+  return finite[np.argmax(sign * finite[:, 1])]
 
 
 def _direction(name: str) -> int:
@@ -251,33 +237,30 @@ def _number(value: float) -> str:
 def final_metrics(runs: Sequence[RunRecord]) -> Iterator[str]:
   """Yield a table for each writer, with the less important metrics in another one that is closed."""
   yield '<h2>Final metrics</h2>'
+  headings = ['metric', 'run', 'last, at step', 'best, at step']
+  if len(runs) == 1:
+    headings.remove('run')
   writers = dict.fromkeys(writer for run in runs for writer in run.metrics)
   for writer in sorted(writers, key=_writer_order):
-    main = []
-    others = []
-    names = dict.fromkeys(
-      name for run in runs if writer in run.metrics for name in run.metrics[writer].points
-    )
-    for name in metric_points.metrics_in_order(names):
-      rows = others if metric_points.is_hidden(name) else main
-      title = _name(name)
-      for run in runs:
-        if writer in run.metrics and name in run.metrics[writer].points:
-          _, *cells = _values(name, run.metrics[writer].points[name])
-          names_of_row = [title, run.name] if len(runs) > 1 else [title]
-          rows.append([*names_of_row, *map(_at_step, cells)])
-          title = Cell()  # the rows of other runs are below
-    headings = ['metric', 'last, at step', 'best, at step']
-    if len(runs) > 1:
-      headings.insert(1, 'run')
+    points = {run.name: run.metrics[writer].points for run in runs if writer in run.metrics}
+    rows: dict[bool, list[list[str | Cell]]] = {False: [], True: []}
+    for name in metric_points.metrics_in_order(set().union(*points.values())):
+      cells: list[str | Cell] = [_name(name)]
+      for run, metrics in points.items():
+        if name not in metrics:
+          continue
+        if len(runs) > 1:
+          cells.append(run)
+        cells += [_at_step(metrics[name][-1]), _at_step(_best(name, metrics[name]))]
+        rows[metric_points.is_hidden(name)].append(cells)
+        cells = ['']  # the name is above
     yield f'<h3>{html_page.escape(_writer_title(writer))}</h3>'
-    if main:
-      yield from html_page.table(headings, main, kind='metrics')
-    if others:
-      summary_text = f'{count(len(others), "more value")} of {writer}'
-      yield from html_page.details(
-        summary_text, html_page.table(headings, others, kind='metrics'), is_open=not main
-      )
+    if rows[False]:
+      yield from html_page.table(headings, rows[False], kind='metrics')
+    if rows[True]:
+      title = f'{count(len(rows[True]), "more value")} of {writer}'
+      table = html_page.table(headings, rows[True], kind='metrics')
+      yield from html_page.details(title, table, is_open=not rows[False])
   yield html_page.note(
     'From all lines of <code>metrics.jsonl</code>, rounded to six digits. <em>Best</em> is the lowest loss, perplexity '
     'or error rate and the highest accuracy, match, F1, BLEU, chrF, ROUGE or correlation; for other metrics it is '
@@ -298,56 +281,47 @@ def _writer_title(writer: str) -> str:
 
 
 def configuration(runs: Sequence[RunRecord]) -> Iterator[str]:
-  """Yield the configuration of a single run: its macros, and all other values in a closed part."""
-  if len(runs) > 1:
-    return
-  macros = {}
-  others = {}
-  for name, value in runs[0].configuration.items():
-    if '.' in name:
-      others[name] = value
-    else:
-      macros[name] = value
-  yield from html_page.definitions('Configuration', sorted(macros.items()), is_settings=True)
-  if not runs[0].configuration:
-    yield html_page.note('The run has no readable <code>config.gin</code>.')
-  if others:
-    rows = [[_name(name), Cell(element_html=code(value))] for name, value in others.items()]
-    table = html_page.table(['parameter', 'value'], rows, kind='text')
-    yield from html_page.details(f'{count(len(others), "more value")} of config.gin', table)
-
-
-def differences(runs: Sequence[RunRecord]) -> Iterator[str]:
-  """Yield the values of the configuration that differ between several runs."""
-  if len(runs) == 1:
-    return
-  yield '<h2>Differences of the configuration</h2>'
-  without = [run for run in runs if not run.configuration]
-  for run in without:
-    yield html_page.note(f'{code(run.name)} has no readable <code>config.gin</code>.')
-  names = dict.fromkeys(name for run in runs for name in run.configuration)
-  rows: dict[bool, list[list[Cell]]] = {True: [], False: []}
+  """Yield the configuration of a single run, or the values that differ between several; macros first."""
+  known = [run for run in runs if run.configuration]
+  yield '<h2>Configuration</h2>' if len(runs) == 1 else '<h2>Differences of the configuration</h2>'
+  for run in runs:
+    if run not in known:
+      yield html_page.note(f'{code(run.name)} has no <code>config.gin</code> with values.')
+  names = dict.fromkeys(name for run in known for name in run.configuration)
+  main = []
+  others = []
   num_equal = 0
   for name in names:
-    values = [run.configuration.get(name, _UNKNOWN) for run in runs]
-    if len(set(values)) == 1:
+    values = [run.configuration.get(name, _UNKNOWN) for run in known]
+    if len(set(values)) == 1 < len(runs):
       num_equal += 1
-    elif name != 'MODEL_DIR':
-      is_macro = '.' not in name
-      rows[is_macro].append([_name(name), *(Cell(element_html=code(value)) for value in values)])
-  headings = ['name', *(run.name for run in runs)]
-  if rows[True]:
-    yield from html_page.table(headings, rows[True], kind='text stacked named')
-  if rows[False]:
-    parameters = html_page.table(headings, rows[False], kind='text stacked named')
-    summary_text = f'{count(len(rows[False]), "more parameter")} with different values'
-    yield from html_page.details(summary_text, parameters, is_open=not rows[True])
-  if not any(rows.values()) and not without:
-    yield html_page.note('The configurations are equal.')
+    elif name != 'MODEL_DIR' or len(runs) == 1:
+      # A run of another kind lacks many values.
+      rows = others if '.' in name or _UNKNOWN in values else main
+      cells = [Cell(element_html=code(_cut_off(value, _MAX_VALUE))) for value in values]
+      rows.append([_name(name), *cells])
+  headings = ['name', *(run.name for run in known)]
+  yield from _some_values(headings, main)
+  if others:
+    title = count(len(others), 'parameter')
+    if len(runs) > 1:
+      title += ' that differ, or values that a run lacks'
+    is_open = len(others) <= _MAX_OPEN
+    yield from html_page.details(title, _some_values(headings, others), is_open=is_open)
+  if len(known) > 1:
+    yield html_page.note(f'{count(num_equal, "value")} of <code>config.gin</code> are equal.')
   yield html_page.note(
-    f'{count(num_equal, "further value")} of <code>config.gin</code> are equal. Secrets are <code>***</code>, and a '
-    'path outside of the run is its last part.'
+    'Secrets are <code>***</code>, and a path outside of the run is its last part.'
   )
+
+
+def _some_values(headings: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Iterator[str]:
+  """Yield a table of the first values, and how many are left out."""
+  if rows:
+    yield from html_page.table(headings, rows[:_NUM_VALUES], kind='text stacked named')
+  if len(rows) > _NUM_VALUES:
+    more = count(len(rows) - _NUM_VALUES, 'more value')
+    yield html_page.note(f'{more} are only in the <code>config.gin</code> of the runs.')
 
 
 def lengths(runs: Sequence[RunRecord]) -> Iterator[str]:
@@ -519,9 +493,12 @@ def log(runs: Sequence[RunRecord]) -> Iterator[str]:
       older = count(len(found) - _NUM_WARNINGS, 'older message')
       notes.append(f'{older} are in <code>events.jsonl</code> only.')
     for writer, metrics in run.metrics.items():
-      for where in metrics.damaged:
+      for where in metrics.damaged[:_NUM_DAMAGED]:
         line = code(f'{run.name}/{writer}/{where.rpartition("/")[2]}')
         notes.append(f'{line} is damaged and was skipped.')
+      if len(metrics.damaged) > _NUM_DAMAGED:
+        more = count(len(metrics.damaged) - _NUM_DAMAGED, 'more damaged line')
+        notes.append(f'{code(f"{run.name}/{writer}")} has {more}.')
       notes += [_missing(run, writer, missing) for missing in metrics.missing]
     if not run.events:
       notes.append('The run has no <code>events.jsonl</code>, so its warnings are unknown.')

@@ -158,9 +158,44 @@ def test_a_page_of_several_runs_has_what_differs(tmp_path, out):
   names = [row[0] for row in page.rows]
   assert not {'TRAIN_STEPS', 'MODEL_DIR', 'mine.load.folder'} & set(names)
   assert ['loss', 'a', '2 at 60', '0.5 at 45'] in page.rows
-  assert ['a', 'finished', '60 of 60', 'exact_match 1', '30%', '1:40', '1', '2', '–'] in page.rows
-  assert ['b', 'unknown', '60 of 60', 'exact_match 1', '–', '–', '–', '–', '–'] in page.rows
+  for row in (
+    ['', 'a', 'b'],
+    ['Status', 'Finished', 'Unknown'],
+    ['Result', 'exact_match 1', 'exact_match 1'],
+    ['Goodput', '30%', '–'],
+    ['Time', '1:40', '–'],
+    ['Starts', '1', '–'],
+    ['Warnings', '2', '–'],
+    ['Step', '60 of 60', '60 of 60'],
+  ):
+    assert row in page.rows
+  assert 'Parameters' not in names  # no run has them
   assert 'task other' in page.text and 'The run has no events.jsonl' in page.text
+
+
+@pytest.mark.parametrize(
+  'text, note',
+  [
+    ('TRAIN_STEPS = 5\n', '200 parameters that differ, or values that a run lacks'),
+    ('', 'b has no config.gin with values.'),
+    (None, 'b has no config.gin with values.'),
+  ],
+)
+def test_runs_of_which_one_has_nearly_no_configuration(tmp_path, out, text, note):
+  runs = [_run(tmp_path / name) for name in 'ab']
+  long = 'x' * 10_000
+  lines = ''.join(f"mine.load.parameter_{k} = '{long}'\n" for k in range(194))
+  (runs[0] / 'config.gin').write_text(_CONFIG.format(rate=0.1, name='a') + lines)
+  if text is None:
+    (runs[1] / 'config.gin').unlink()
+  else:
+    (runs[1] / 'config.gin').write_text(text)
+  page = _page(*runs, out=out)
+  assert note in page.text
+  assert (['TRAIN_STEPS', '60', '5'] in page.rows) == bool(text)
+  parameters = [row for row in page.rows if row[0].startswith('mine.load.')]
+  assert len(parameters) < 100 and out.stat().st_size < 500_000
+  assert ('100 more values are only in the config.gin of the runs.' in page.text) == bool(text)
 
 
 @pytest.mark.parametrize(
@@ -241,6 +276,15 @@ def test_damaged_and_missing_lines_are_named(tmp_path, out, caplog):
   assert 'metrics.jsonl:7' not in page.text and 'metrics.jsonl:7' not in caplog.text
   assert 'lacks the lines after step 15 up to step 30: the file was deleted' in page.text
   assert ['loss', '2 at 60', '0.5 at 45'] in page.rows
+
+
+def test_only_the_first_damaged_lines_are_named(tmp_path, out):
+  run = _run(tmp_path / 'a')
+  path = run / 'train/metrics.jsonl'
+  path.write_text(path.read_text() + 'damaged\n' * 25)
+  page = _page(run, out=out)
+  assert page.text.count('is damaged and was skipped') == 20
+  assert 'a/train has 5 more damaged lines.' in page.text
 
 
 def test_values_that_are_not_finite(tmp_path, out):
