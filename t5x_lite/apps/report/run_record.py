@@ -118,9 +118,7 @@ class RunRecord:
   def sample(self) -> Mapping[str, Any] | None:
     """Details of the first examples, of the event 'data_sampled'; None if the run has no such event."""
     for event in self.events:
-      by_feature = [event.details.get(name) for name in _SAMPLED]
-      has_size = _is_number(event.details.get('num_examples'))
-      if event.kind == 'data_sampled' and has_size and all(map(_has_numbers, by_feature)):
+      if event.kind == 'data_sampled':
         return event.details
     return None
 
@@ -164,11 +162,17 @@ def read(name: str, model_dir: str | os.PathLike[str]) -> RunRecord:
 
 def _is_valid(event: runtime.Event) -> bool:
   """Return whether the fields of an event, which a user may have changed, have their types."""
+  mappings = [event.seconds]
+  numbers = []
+  if event.kind == 'data_sampled':
+    mappings += [event.details.get(name) for name in _SAMPLED]
+    numbers.append(event.details.get('num_examples'))
   return (
     isinstance(event.kind, str)
     and summaries.is_wall_time(event.wall_time)
     and (event.step is None or type(event.step) is int)
-    and _has_numbers(event.seconds)
+    and all(map(_has_numbers, mappings))
+    and all(map(_is_number, numbers))
   )
 
 

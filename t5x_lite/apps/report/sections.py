@@ -1,6 +1,7 @@
 """Sections of a report, as elements of the page."""
 
 from collections.abc import Iterator, Mapping, Sequence
+import itertools
 import math
 import re
 from typing import Any
@@ -79,18 +80,18 @@ _SHARE_COLORS = {
 
 def summary(runs: Sequence[RunRecord]) -> Iterator[str]:
   """Yield the cards and facts of one run, or a table with a column for each of several."""
-  facts = [list(_facts(run)) for run in runs]
+  facts = [{fact.title: fact for fact in _facts(run)} for run in runs]
   if len(runs) == 1:
-    yield from html_page.cards(fact for fact in facts[0] if fact.text)
-    others = [fact for fact in facts[0] if not fact.text and fact.value != _UNKNOWN]
-    yield from html_page.definitions('Run', [(fact.title, fact.value) for fact in others])
+    found = facts[0].values()
+    yield from html_page.cards(fact for fact in found if fact.text)
+    pairs = [(fact.title, fact.value) for fact in found if not fact.text]
+    yield from html_page.definitions('Run', pairs)
     return
   yield '<h2>Runs</h2>'
   rows = []
-  for row in zip(*facts, strict=True):
-    cells = [Cell(fact.value, is_bad=fact.is_good is False) for fact in row]
-    if {cell.text for cell in cells} != {_UNKNOWN}:
-      rows.append([row[0].title, *cells])
+  for title in dict.fromkeys(itertools.chain(*facts)):
+    row = [found.get(title, Card(title=title, value=_UNKNOWN)) for found in facts]
+    rows.append([title, *(Cell(fact.value, is_bad=fact.is_good is False) for fact in row)])
   headings = ['', *(run.name for run in runs)]
   yield from html_page.table(headings, rows, kind='text stacked named')
   for run in runs:
@@ -99,57 +100,44 @@ def summary(runs: Sequence[RunRecord]) -> Iterator[str]:
 
 
 def _facts(run: RunRecord) -> Iterator[Card]:
-  """Yield facts of a run, of each run those with the same titles; cards are those with a text."""
+  """Yield the known facts of a run; the important ones have a text."""
   yield Card(title='Status', value=capitalized(run.state), is_good=run.is_good, text=_status(run))
-  yield _result(run)
-  yield from _time_facts(run)
-  yield _warnings_fact(run)
+  yield from _result(run)
+  if run.goodput is not None:
+    share = format_percent(run.goodput.details['goodput'])
+    text = 'Share of the time in which the run computed training steps that count.'
+    yield Card(title='Goodput', value=share, text=text)
+    yield Card(title='Time', value=format_duration(run.goodput.total_seconds))
+    yield Card(title='Starts', value=f'{run.goodput.num_starts:,}')
+  if run.events:
+    found = warnings(run)
+    value = f'{sum(number for number, _ in found.values()):,}'
+    text = 'The log of the run has no warning.'
+    if found:
+      text = f'The newest: {_cut_off(next(reversed(found)), 200)}'
+    yield Card(title='Warnings', value=value, is_good=not found, text=text)
   shares = {feature: share for feature, (share, _) in _cut_shares(run).items() if share}
   if shares:
     value = format_percent(max(shares.values()))
     names = ', '.join(f'{feature} in {format_percent(shares[feature])}' for feature in shares)
     text = f'Of the first training examples, texts are longer than the feature lengths: {names}.'
     yield Card(title='Cut examples', value=value, is_good=False, text=text)
-  else:
-    yield Card(title='Cut examples', value='none' if run.sample is not None else _UNKNOWN)
   yield Card(title='Step', value=_step(run))
-  number = run.facts.get('num_parameters')
-  yield Card(title='Parameters', value=_UNKNOWN if number is None else f'{number:,}')
+  if 'num_parameters' in run.facts:
+    yield Card(title='Parameters', value=f'{run.facts["num_parameters"]:,}')
   for name, title in (('hardware', 'Hardware'), ('data/content', 'Data')):
-    yield Card(title=title, value=str(run.facts.get(name, _UNKNOWN)))
-  started = [event.wall_time for event in run.events if event.kind == 'start']
-  for title, seconds in (('Started', [*started, math.nan][0]), ('Newest record', run.newest)):
-    yield Card(title=title, value=html_page.utc_time(seconds) or _UNKNOWN)
+    if name in run.facts:
+      yield Card(title=title, value=str(run.facts[name]))
+  for event in run.events:
+    if event.kind == 'start':
+      yield Card(title='Started', value=html_page.utc_time(event.wall_time))
+      break
+  yield Card(title='Newest record', value=html_page.utc_time(run.newest) or _UNKNOWN)
   prefix = 'versions/'
   names = sorted(name for name in run.facts if name.startswith(prefix))
   versions = [f'{name.removeprefix(prefix)} {run.facts[name]}' for name in names]
-  yield Card(title='Versions', value=', '.join(versions) or _UNKNOWN)
-
-
-def _time_facts(run: RunRecord) -> Iterator[Card]:
-  measured = run.goodput
-  if measured is None:
-    for title in ('Goodput', 'Time', 'Starts'):
-      yield Card(title=title, value=_UNKNOWN)
-    return
-  share = format_percent(measured.details['goodput'])
-  text = (
-    f'Share of the time in which the run computed training steps that count. {measured.describe()}'
-  )
-  yield Card(title='Goodput', value=share, text=text)
-  yield Card(title='Time', value=format_duration(measured.total_seconds))
-  yield Card(title='Starts', value=f'{measured.num_starts:,}')
-
-
-def _warnings_fact(run: RunRecord) -> Card:
-  if not run.events:
-    return Card(title='Warnings', value=_UNKNOWN)
-  found = warnings(run)
-  text = 'The log of the run has no warning.'
-  if found:
-    text = f'The newest: {_cut_off(next(reversed(found)), 200)}'
-  number = sum(times for times, _ in found.values())
-  return Card(title='Warnings', value=f'{number:,}', is_good=not found, text=text)
+  if versions:
+    yield Card(title='Versions', value=', '.join(versions))
 
 
 def _step(run: RunRecord) -> str:
@@ -178,8 +166,8 @@ def _status(run: RunRecord) -> str:
   return ' '.join(parts)
 
 
-def _result(run: RunRecord) -> Card:
-  """Return the most important metric: of decoding, else of teacher forcing, else of training."""
+def _result(run: RunRecord) -> Iterator[Card]:
+  """Yield the most important metric: of decoding, else of teacher forcing, else of training."""
   for kind in reversed(_KINDS):
     writers = [writer for writer in run.metrics if writer.partition('/')[0] == kind]
     # A mean over tasks says more than one of them.
@@ -192,8 +180,8 @@ def _result(run: RunRecord) -> Card:
         if best is not None and best[1] != last:
           text += f' Best: {_number(best[1])} at step {best[0]:,.0f}.'
         is_good = None if math.isfinite(last) else False
-        return Card(title='Result', value=f'{name} {_number(last)}', is_good=is_good, text=text)
-  return Card(title='Result', value=_UNKNOWN)
+        yield Card(title='Result', value=f'{name} {_number(last)}', is_good=is_good, text=text)
+        return
 
 
 def _best(name: str, points: np.ndarray) -> np.ndarray | None:
