@@ -205,7 +205,7 @@ MUTANTS = (
     't5x_lite/apps/common/metric_points.py',
     'placed[np.argsort(placed[:, 0]), 1:]',
     'placed[:, 1:]',
-    'tests/apps/common/test_metric_points.py',
+    'tests/apps/common/test_metric_points.py::test_points_are_in_the_order_of_lines_that_have_different_names',
   ),
   Mutant(
     'any_finite_value_is_drawn',
