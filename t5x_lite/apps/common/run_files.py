@@ -33,6 +33,8 @@ _logger = logging.getLogger(__name__)
 _MAX_BYTES = 2**31
 _MAX_LINE = 2**26
 _TAIL = 4096
+# Damaged lines of a file that are named in the log.
+_MAX_WARNINGS = 20
 # Bytes at the end of a file in which the last line is looked for.
 _END = 2**20
 # Strings that are paths of a machine or a store, by their beginning, or by the name of their option.
@@ -150,6 +152,7 @@ class MetricsReader:
     """Open nothing; the file may be missing."""
     self.lines = LineReader(path)
     self.damaged: list[str] = []
+    self._numbers: set[int] = set()
     self.missing: list[Mapping[str, Any]] = []
 
   def read(self, *, is_final: bool = False) -> Iterator[summaries.MetricsLine]:
@@ -166,13 +169,17 @@ class MetricsReader:
         self._warn(number)
 
   def _warn(self, number: int) -> None:
+    if number in self._numbers:  # the file is read again
+      return
+    self._numbers.add(number)
     where = f'{self.lines.path}:{number}'
-    if where not in self.damaged:
-      self.damaged.append(where)
-      _logger.warning(
-        '%s is damaged and skipped: it must be a JSON object with a step, a time and numbers.',
-        where,
-      )
+    self.damaged.append(where)
+    if len(self.damaged) > _MAX_WARNINGS:
+      return
+    text = '%s is damaged and skipped: it must be a JSON object with a step, a time and numbers.'
+    if len(self.damaged) == _MAX_WARNINGS:
+      text += ' Further damaged lines of this file are not shown.'
+    _logger.warning(text, where)
 
 
 def last_line(path: files.Path) -> summaries.MetricsLine | None:

@@ -63,6 +63,18 @@ def test_lines_of_an_object_store_are_read_part_by_part(s3_store, monkeypatch):
   assert _steps(reader) == list(range(1, 8))
 
 
+def test_the_log_names_a_limited_number_of_damaged_lines(tmp_path, caplog):
+  path = tmp_path / 'metrics.jsonl'
+  path.write_text('no JSON\n' * 1000)
+  reader = run_files.MetricsReader(path)
+  assert list(reader.read()) == []
+  reader.lines.rewind()
+  assert list(reader.read()) == []
+  assert len(reader.damaged) == 1000
+  assert len(caplog.messages) == 20
+  assert caplog.messages[-1].endswith('Further damaged lines of this file are not shown.')
+
+
 def test_lines_have_exact_numbers_and_damaged_and_missing_lines(run):
   run.line(1, loss=0.1, norm='Infinity', load=[[1.0], [2.0]], signature='text')
   path = run.path / 'train/metrics.jsonl'
