@@ -1,10 +1,10 @@
 """Cost of a follower for trackers, in % of a training step.
 
-    python benchmarks/trackers.py [--pairs 5] [--steps 30] [--poll 1] [--layers 8] [--batch 8] [--inputs 128]
+    python benchmarks/trackers.py [--pairs 10] [--steps 30] [--poll 1] [--layers 8] [--batch 8] [--inputs 128]
         [--targets 64] [--optimizer adafactor]
 
 Steps of the 77 M-parameter T5 1.1 small run by `Trainer.train`, in turns without and with a thread that follows the
-run's files, 300 steps in all; the metrics of each step are written in both. The tracker writes TensorBoard events of
+run's files, 300 steps of each; the metrics of each step are written in both. The tracker writes TensorBoard events of
 each line, so it has the most work per line without a network. A turn begins when the follower has looked once and has
 the lines of the turn before. `train` looks at the files every 10 s instead of every
 second, and writes metrics every `stats_period` steps. Steps differ by several percent from one to the next, so one look
@@ -23,7 +23,7 @@ import common
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('--pairs', type=common.positive, default=5)
+  parser.add_argument('--pairs', type=common.positive, default=10)
   parser.add_argument('--steps', type=common.positive, default=30, help='steps per turn')
   parser.add_argument('--poll', type=float, default=1.0, help='seconds between two looks')
   common.add_t5_small_arguments(parser)

@@ -14,7 +14,8 @@ from t5x_lite.apps.common import run_files
 from t5x_lite.errors import needs_packages
 from t5x_lite.trackers import TRACKERS
 
-_NAME = re.compile(r'[A-Za-z0-9_-]+')
+# Names that are also parts of names of files.
+NAME = re.compile(r'[A-Za-z0-9_-]+')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,7 +117,7 @@ def check_name(tracker: Tracker) -> None:
     {'name': getattr(tracker, 'name', None)},
     name=checks.Expectation(
       "letters, digits, '-' and '_'",
-      lambda name: isinstance(name, str) and _NAME.fullmatch(name) is not None,
+      lambda name: isinstance(name, str) and NAME.fullmatch(name) is not None,
     ),
   )
 

@@ -19,7 +19,6 @@ import logging
 import math
 import os
 import pathlib
-import re
 from typing import Any
 import uuid
 
@@ -27,6 +26,7 @@ from t5x_lite.apps.common import run_files
 from t5x_lite.errors import ConfigError, DataError, DirectoryInUseError
 from t5x_lite.storage import files
 from t5x_lite.storage import untrusted
+from t5x_lite.trackers.base import NAME
 from t5x_lite.trackers.base import RunInfo
 from t5x_lite.trackers.base import Tracker
 from t5x_lite.trackers.base import check_name
@@ -39,7 +39,6 @@ _VERSION = 1
 # Lines after which the position is written.
 _BATCH_LINES = 10_000
 _MAX_TABLE_ROWS = 100
-_NAME = re.compile(r'[A-Za-z0-9_-]+')
 _TABLES_OF = 'inference_eval/'
 
 
@@ -315,7 +314,7 @@ class Follower:
       if writer.startswith(_TABLES_OF):
         rows = run_files.predictions(self._run, writer, step, _MAX_TABLE_ROWS)
         if rows:
-          self._tracker.table(step, writer, _table(rows))
+          self._tracker.table(step, _text(writer), _table(rows))
     self.num_sent += 1
     return len(group)
 
@@ -342,7 +341,7 @@ class Follower:
     if (
       row.get('version') != _VERSION
       or not isinstance(position.run_id, str)
-      or not _NAME.fullmatch(position.run_id)
+      or not NAME.fullmatch(position.run_id)
       or type(position.step) is not int
     ):
       raise ConfigError(

@@ -12,6 +12,7 @@ from t5x_lite.trackers import base
 
 _TEXT = checks.instance(str, 'a string').or_none()
 _STEP = 'step'
+_DATA_DIR = 'WANDB_DATA_DIR'
 # wandb's process writes its file this often, and the largest time that is waited for it.
 _FLUSH_SECONDS = 0.5
 _MAX_FLUSH_SECONDS = 60.0
@@ -73,6 +74,7 @@ class Wandb(base.Tracker):
     self._run: Any = None
     self._written_bytes = 0
     self._has_new = False
+    self._has_set_data_dir = False
 
   def start(self, run_info: base.RunInfo) -> None:
     """See base class."""
@@ -86,8 +88,10 @@ class Wandb(base.Tracker):
     if run_info.folder is not None and 'WANDB_DIR' not in os.environ:
       run_info.folder.mkdir(parents=True, exist_ok=True)
       folder = run_info.folder
+    if run_info.folder is not None and _DATA_DIR not in os.environ:
       # wandb keeps copies of tables until they are uploaded: beside the run, not in the home folder.
-      os.environ.setdefault('WANDB_DATA_DIR', str(folder / 'wandb'))
+      os.environ[_DATA_DIR] = str(run_info.folder / 'wandb')
+      self._has_set_data_dir = True
     self._run = wandb.init(
       project=self.project or os.environ.get('WANDB_PROJECT') or 't5x_lite',
       entity=self.entity,
@@ -162,3 +166,6 @@ class Wandb(base.Tracker):
     if status not in ('finished', 'failed'):
       run.mark_preempting()  # wandb then shows that the run can continue
     run.finish(exit_code=int(status != 'finished'))
+    if self._has_set_data_dir:
+      os.environ.pop(_DATA_DIR, None)
+      self._has_set_data_dir = False

@@ -1,6 +1,7 @@
 """wandb in its offline mode: values, and no key in its file that is not expected."""
 
 import json
+import os
 import socket
 import struct
 
@@ -124,8 +125,7 @@ def _history(folder):
 def run(tmp_path, monkeypatch):
   monkeypatch.setenv('WANDB_MODE', 'offline')
   monkeypatch.setenv('MY_PRIVATE_VARIABLE', 'value-of-a-variable')
-  monkeypatch.setenv('WANDB_DATA_DIR', '')  # so that it is as before after the test
-  monkeypatch.delenv('WANDB_DATA_DIR')
+  monkeypatch.delenv('WANDB_DATA_DIR', raising=False)
   monkeypatch.chdir(tmp_path)
   made = GrowingRun(tmp_path / 'runs/mine')
   (made.path / 'config.gin').write_text(
@@ -153,6 +153,7 @@ def test_a_run_and_its_continuation_have_each_step_once_and_nothing_else(run, tm
   follower = trackers.Follower(run.path, trackers.Wandb())
   follower.finish(follower.send().status)
   folder = run.path / 'trackers'
+  assert 'WANDB_DATA_DIR' not in os.environ
   rows = _history(folder)
   losses = [(row['step'], row['train/loss']) for row in rows if 'train/loss' in row]
   assert losses[:2] == [(10, 1 / 11), (20, 1 / 21)]
