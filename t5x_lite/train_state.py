@@ -110,7 +110,7 @@ class TrainState(EvaluationState, Protocol):
     flax_mutables: Mapping[str, Any] | None = None,
     **extra_args: Any,
   ) -> 'TrainState':
-    """Return the state after one update; see `OptimizerDef.extra_args` for `extra_args`."""
+    """Return the state after one update; see `FlaxOptimTrainState.apply_gradient` for `extra_args`."""
     ...
 
   def optimizer_metrics(self) -> dict[str, Array]:
@@ -288,6 +288,7 @@ class FlaxOptimTrainState(struct.PyTreeNode):
     grads: PyTree,
     learning_rate: Any = None,
     flax_mutables: Mapping[str, Any] | None = None,
+    constraint_fn: Callable[[Params], Params] | None = None,
     **extra_args: Any,
   ) -> 'FlaxOptimTrainState':
     """Return the state after one update.
@@ -296,6 +297,7 @@ class FlaxOptimTrainState(struct.PyTreeNode):
       grads: gradients, a tree like the parameters.
       learning_rate: learning rate of this update; None for the optimizer's.
       flax_mutables: new mutable collections; None keeps the current ones. (T5X drops them.)
+      constraint_fn: function from the optimizer's new parameters to those of the state, before they are averaged.
       **extra_args: values of the step that the optimizer needs, e.g. `value`; see `OptimizerDef.extra_args`.
 
     Returns:
@@ -303,7 +305,10 @@ class FlaxOptimTrainState(struct.PyTreeNode):
     """
     if learning_rate is not None:
       extra_args['learning_rate'] = learning_rate
-    state = self.replace(_optimizer=self._optimizer.apply_gradient(grads, **extra_args))
+    optimizer = self._optimizer.apply_gradient(grads, **extra_args)
+    if constraint_fn is not None:
+      optimizer = optimizer.replace(target=constraint_fn(optimizer.target))
+    state = self.replace(_optimizer=optimizer)
     if self.param_ema is not None:
       assert self.param_average is not None  # `create` makes both
       state = state.replace(

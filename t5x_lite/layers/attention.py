@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from t5x_lite.errors import ConfigError
 from t5x_lite.layers import beam_cache
 from t5x_lite.layers.attention_kernels import dot_product_attention
+from t5x_lite.layers.attention_kernels import largest_scores
 from t5x_lite.layers.dense import DenseGeneral
 from t5x_lite.layers.dense import Initializer
 from t5x_lite.layers.masks import AttentionBias
@@ -27,6 +28,9 @@ from t5x_lite.layers.masks import rows_at
 EncodePositionsFn = Callable[[jax.Array, jax.Array], jax.Array]
 # Logical axes of queries, keys and values after their projections.
 _PROJECTED_AXES = ('batch', 'length', 'heads', 'kv')
+
+# Collection of the largest scores of a pass.
+ATTENTION_SCORES = 'attention_scores'
 
 default_attention_init = nn.initializers.variance_scaling(1.0, 'fan_in', 'normal')
 
@@ -44,6 +48,9 @@ class MultiHeadDotProductAttention(nn.Module):
       it; in the form of `beam_cache.share_beams` they reorder only a small table.
     - `cross_cache`, of attention to the encoder's output: `cached_key`, `cached_value` <dtype>[batch, heads, k,
       head_dim], computed once by `cache_keys_values`. It has one row per example, shared by the decodes of an example.
+
+  A pass over full sequences sows `largest` into the collection `attention_scores` if it is mutable: float32 [heads],
+  see `attention_kernels.largest_scores`.
 
   Attributes:
     num_heads: number of heads.
@@ -201,6 +208,10 @@ class MultiHeadDotProductAttention(nn.Module):
     ):
       bias = rows_at(bias, self.get_variable('cache', 'cache_index'), length)
     bias = _merge(mask, bias)
+    if self.is_mutable_collection(ATTENTION_SCORES) and not self.is_initializing():
+      dtype = jnp.float32 if self.float32_logits else self.dtype
+      largest = largest_scores(query, key, bias, dtype, self.attention_kernel)
+      self.sow(ATTENTION_SCORES, 'largest', largest)
     shape = query.shape
     is_step = False
     if prefill:

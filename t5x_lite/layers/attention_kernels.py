@@ -16,6 +16,7 @@ from t5x_lite.errors import ConfigError
 from t5x_lite.layers import fused_attention
 from t5x_lite.layers import platforms
 from t5x_lite.layers.blockwise import blockwise_attention
+from t5x_lite.layers.blockwise import blockwise_largest_scores
 from t5x_lite.layers.masks import LEAST_VISIBLE_SCORE
 from t5x_lite.layers.masks import AttentionBias
 from t5x_lite.layers.masks import sum_over_batch
@@ -356,3 +357,33 @@ def dot_product_attention(
     query = query.astype(jnp.float32)
     key = key.astype(jnp.float32)
   return _dot(query, key, value, bias, heads_first)
+
+
+def largest_scores(
+  query: jax.Array, key: jax.Array, bias: AttentionBias | None, dtype: Any, kernel: str
+) -> jax.Array:
+  """Return float32 [heads], the largest score query . key before biases, or 0 if all are negative; without derivatives.
+
+  Masked keys do not count, nor do queries of padding at the end of a row. Where attention may have all scores at once
+  (`uses_arrays`), the product is that of 'dot', which the compiler computes once for both; else it is computed in
+  blocks.
+
+  Args:
+    query: <float>[batch, q, heads, head_dim].
+    key: <float>[batch, k, heads, head_dim].
+    bias: bias of the scores, for its mask.
+    dtype: dtype of the product.
+    kernel: kernel of the attention, one of `ATTENTION_KERNELS`.
+  """
+  query, key, bias = lax.stop_gradient((query.astype(dtype), key.astype(dtype), bias))
+  q_len = query.shape[1]
+  if uses_arrays(kernel, q_len, key.shape[1]):
+    scores = jnp.einsum('bqhd,bkhd->bhqk', query, key).astype(jnp.float32)
+    is_visible = _add_bias(scores, bias) >= LEAST_VISIBLE_SCORE
+    largest = jnp.max(scores, axis=-1, initial=0.0, where=is_visible)
+  else:
+    largest = blockwise_largest_scores(query, key, bias)
+  if bias is not None and bias.query_lengths is not None:
+    is_real = jnp.arange(q_len) < bias.query_lengths[:, None]
+    largest = jnp.where(is_real[:, None], largest, 0.0)
+  return jnp.max(largest, axis=(0, 2))

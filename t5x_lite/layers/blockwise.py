@@ -531,6 +531,53 @@ def blockwise_attention(
   Returns:
     <dtype of value>[batch, q, heads, head_dim].
   """
+  q_len = query.shape[1]
+  blocks, query, key, padded_bias = _divide(query, key, bias, max_block)
+  value = jnp.swapaxes(_pad(value, 1, key.shape[2]), 1, 2)
+  output: Any = _attend(blocks, query, key, value, padded_bias)
+  return jnp.swapaxes(output, 1, 2)[:, :q_len]
+
+
+def blockwise_largest_scores(
+  query: jax.Array, key: jax.Array, bias: AttentionBias | None, max_block: int | None = None
+) -> jax.Array:
+  """Return float32 [batch, heads, q], the largest query . key of visible keys before biases, or 0 if all are negative.
+
+  Args:
+    query: <float>[batch, q, heads, head_dim].
+    key: <float>[batch, k, heads, head_dim].
+    bias: bias of the scores, for its mask.
+    max_block: see `blockwise_attention`.
+  """
+  q_len = query.shape[1]
+  blocks, query, key, padded_bias = _divide(query, key, bias, max_block)
+  # For the reason in `_attend_forward`.
+  query, padded_bias = lax.optimization_barrier((query, padded_bias))
+
+  def run(query, key, bias):
+    def update(part, i, j):
+      # Those that `blocks.scores` computes; the compiler sees that they are the same.
+      queries = _cut(query, i, blocks.q_block)
+      scores = _product('bhqd,bhkd->bhqk', queries, _cut(key, j, blocks.k_block))
+      is_visible = blocks.scores(query, key, bias, i, j) >= LEAST_VISIBLE_SCORE
+      largest = jnp.max(scores, axis=3, initial=0.0, where=is_visible)
+      return jnp.maximum(part, largest)
+
+    return _over_pairs(
+      *blocks.pairs(bias),
+      jnp.zeros(query.shape[:3], jnp.float32),
+      lambda largest, i, j: _cut(largest, i, blocks.q_block),
+      update,
+      lambda largest, part, i, j: _put(largest, part, i),
+    )
+
+  dims = (_HEADS_FIRST, _HEADS_FIRST, _bias_dims(padded_bias))
+  largest = on_each_device(run, (query, key, padded_bias), dims, 'bh.')
+  return largest[:, :, :q_len]
+
+
+def _divide(query, key, bias, max_block):
+  """Return (blocks, queries and keys [batch, heads, length, head_dim], bias), padded to entire blocks."""
   is_cpu = platforms.traced_platform() == 'cpu'
   if is_cpu:
     largest = max_block or _CPU_BLOCK
@@ -575,8 +622,6 @@ def blockwise_attention(
   # [batch, heads, length, head_dim] each: a block of a head is a matrix.
   query = jnp.swapaxes(_pad(query, 1, padded_q), 1, 2)
   key = jnp.swapaxes(_pad(key, 1, padded_k), 1, 2)
-  value = jnp.swapaxes(_pad(value, 1, padded_k), 1, 2)
   blocks = _Blocks(q_block, k_block, num_q, num_k, bias.causal, by_row=is_cpu)
   padded_bias = _Bias(distances, tuple(arrays), query_segments, key_segments, prefix)
-  output: Any = _attend(blocks, query, key, value, padded_bias)
-  return jnp.swapaxes(output, 1, 2)[:, :q_len]
+  return blocks, query, key, padded_bias

@@ -252,7 +252,7 @@ class AttentionBias:
     extra: float32 [batch or 1, heads or 1, q or 1, k], a plain bias in addition to the described one, or None.
     query_segments: int32 [batch, q] or None. A query attends to the keys with its number.
     key_segments: int32 [batch, k] or None, negative at padding.
-    query_lengths: int32 [batch], set if only trailing padding is masked per example.
+    query_lengths: int32 [batch], positions up to the last token of each row; None in packed rows.
     key_lengths: int32 [batch], like `query_lengths`.
     prefix: bool [batch, length], True at positions that attend to each other in spite of causality; or None.
     causal: True if queries do not attend to later keys.
@@ -410,7 +410,7 @@ def make_attention_bias(
     is_packed=is_packed,
     has_arrays=False,
   )
-  if not is_packed and prefix is None:
+  if not is_packed:
     bias = dataclasses.replace(
       bias, query_lengths=_lengths(query_valid), key_lengths=_lengths(key_valid)
     )

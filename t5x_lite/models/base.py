@@ -5,7 +5,7 @@ batch. `FEATURE_CONVERTER` names its feature converter, which `data` resolves.
 """
 
 import abc
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 import copy
 from typing import Any, ClassVar
 
@@ -25,6 +25,7 @@ from t5x_lite import subclassing
 from t5x_lite import tree_utils
 from t5x_lite.adapters import kernels as adapter_kernels
 from t5x_lite.models import batch_metrics
+from t5x_lite.models import qk_clip
 from t5x_lite.models import token_losses
 from t5x_lite.models import vocabulary_size
 from t5x_lite.networks.network import Network
@@ -94,6 +95,19 @@ class BaseModel(subclassing.WithFeatureConverter, abc.ABC):
     """
     del grads, params_axes
     return {}
+
+  def params_constraint(
+    self, metrics: MetricsMap, frozen: Collection[str]
+  ) -> Callable[[Params], Params] | None:
+    """Return a function from the parameters after an update to those of the new state; by default None, no change.
+
+    Args:
+      metrics: metrics of the step.
+      frozen: '/'-joined paths of parameters that are not trained. In them and in the argument of the function equal
+        layers may be stacked, see `layer_stacks`.
+    """
+    del metrics, frozen
+    return None
 
   @abc.abstractmethod
   def loss_fn(
@@ -427,6 +441,13 @@ class BaseTransformerModel(BaseModel):
       return {}
     return adapters.metrics_of_gradients(grads, params_axes)
 
+  def params_constraint(self, metrics, frozen):
+    """See base class; QK-clip if the network's configuration has its threshold."""
+    config = qk_clip.config_of(self.module)
+    if config is None:
+      return None
+    return lambda params: qk_clip.clip(params, config, metrics, frozen)
+
   def _initialize(self, rng: Array, *args: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
     """Return (output of the network, its new variables with those of the adapter).
 
@@ -544,7 +565,13 @@ class BaseTransformerModel(BaseModel):
   def loss_fn(self, params, batch, dropout_rng, flax_mutables=None):
     """Compute the weighted cross entropy of the batch plus `auxiliary_losses`; see `BaseModel.loss_fn`."""
     updated = tuple(flax_mutables or ())
-    loss, metrics, collections = self._loss(params, batch, dropout_rng, flax_mutables, updated)
+    config = qk_clip.config_of(self.module)
+    sown = () if config is None else (qk_clip.ATTENTION_SCORES,)
+    loss, metrics, collections = self._loss(
+      params, batch, dropout_rng, flax_mutables, (*updated, *sown)
+    )
+    if config is not None:
+      metrics |= qk_clip.metrics_of_scores(config, collections)
     if not updated:
       return loss, metrics
     return loss, (metrics, {name: collections[name] for name in updated})
@@ -559,7 +586,7 @@ class BaseTransformerModel(BaseModel):
 
     Args:
       params, batch, dropout_rng, flax_mutables: see `loss_fn`.
-      updated: names of the mutable collections.
+      updated: names of the collections that the pass writes.
       is_evaluation: True if rows of zeros are padding that belongs to no mean.
     """
     outputs, collections = self.compute_logits(

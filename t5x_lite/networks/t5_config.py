@@ -93,6 +93,9 @@ class StackConfig(_FieldsBeforeDepth):
     loss_chunk_size: number of target tokens of a device whose logits the loss computes at once; 0 for all tokens. None
       is all tokens if their logits take at most 128 MiB per device, else as many as take this memory, but at least
       256. The results are equal up to rounding. Needs a model without `metric_fns`.
+    qk_clip_threshold: largest attention score of a head, query . key, above which an update of the training step scales
+      the query and key kernels of this head down (QK-clip, https://arxiv.org/abs/2507.20534, which has 100); None for
+      no such limit.
   """
 
   # Field with the number of layers of each stack, by the name of the stack.
@@ -116,6 +119,7 @@ class StackConfig(_FieldsBeforeDepth):
   scale_tied_logits: bool = True
   layer_norm_epsilon: float = 1e-6
   loss_chunk_size: int | None = None
+  qk_clip_threshold: float | None = None
 
   def num_layers_of(self, stack: str) -> int:
     """Return the number of layers of `stack`, 'encoder' or 'decoder'."""
@@ -161,6 +165,7 @@ class StackConfig(_FieldsBeforeDepth):
       dropout_rate=checks.number(at_least=0, below=1),
       layer_norm_epsilon=checks.number(at_least=1e-12, below=1),
       loss_chunk_size=checks.number(at_least=0, integer=True).or_none(),
+      qk_clip_threshold=checks.number(above=0).or_none(),
       dtype=checks.one_of(_DTYPES),
       mlp_activations=checks.Expectation(
         "a sequence of names, such as ('gelu', 'linear')",

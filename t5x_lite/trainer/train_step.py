@@ -551,6 +551,9 @@ def train_with_lr(
   others = {name: known[name] for name in train_state.optimizer_def.extra_args}
   if mutables:
     others['flax_mutables'] = mutables
+  constraint_fn = model.params_constraint(metrics, step_params.frozen)
+  if constraint_fn is not None:
+    others['constraint_fn'] = constraint_fn
   if (options := train_state.optimizer_def.update_options).stochastic_rounding:
     others['rounding_key'] = options.rounding_key(dropout_rng)
 

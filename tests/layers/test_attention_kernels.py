@@ -279,3 +279,57 @@ def test_fused_attention_agrees_with_the_einsum_form(causal):
   ):
     error = np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
     assert error < 0.02, (name, error)
+
+
+@pytest.mark.parametrize('kernel', ['dot', 'blockwise'])
+@pytest.mark.parametrize('form', ['padded', 'packed', 'prefix'])
+def test_largest_scores_are_those_of_tokens(kernel, form):
+  """Rows have lengths 4 and 6; masked keys, later keys and padding queries have the largest scores."""
+  query, key, _ = _inputs(q_len=6)
+  is_token = np.arange(6) < np.array([[4], [6]])
+  segments = np.where(is_token, 1 + (np.arange(6) >= 2), 0)
+  prefix = np.arange(6) < np.array([[2], [3]])
+  query = jnp.where(is_token[..., None, None], query, 100.0)
+  key = jnp.where(is_token[..., None, None], key, 100.0).at[:, 5].set(50.0)
+  visible = np.tril(np.ones((6, 6), bool)) & is_token[:, None] & is_token[:, :, None]
+  options = {}
+  if form == 'packed':
+    visible &= segments[:, None] == segments[:, :, None]
+    options = dict(query_segment_ids=jnp.array(segments), key_segment_ids=jnp.array(segments))
+  elif form == 'prefix':
+    visible |= prefix[:, None] & prefix[:, :, None] & is_token[:, None]
+    options = dict(prefix=jnp.array(prefix))
+  bias = layers.make_attention_bias(
+    jnp.array(is_token), jnp.array(is_token), causal=True, arrays=kernel == 'dot', **options
+  )
+  bias = bias.with_position(30 * _random(1, 3, 6, 6, seed=5))
+  scores = np.einsum('bqhd,bkhd->bhqk', query, key)
+  expected = np.max(np.where(visible[:, None], scores, 0), axis=(0, 2, 3))
+  found = attention_kernels.largest_scores(query, key, bias, jnp.float32, kernel)
+  np.testing.assert_allclose(found, expected, rtol=1e-5)
+  negative = attention_kernels.largest_scores(
+    jnp.abs(query), -jnp.abs(key), None, 'float32', kernel
+  )
+  np.testing.assert_array_equal(negative, np.zeros(3))
+
+
+@pytest.mark.parametrize('float32_logits', [False, True])
+def test_largest_scores_share_the_product_of_attention(float32_logits):
+  """Both together have one product of queries and keys after compilation."""
+  query, key, value = (x.astype(jnp.bfloat16) for x in _inputs())
+  dtype = jnp.float32 if float32_logits else jnp.bfloat16
+
+  def attend(query, key, value):
+    return layers.dot_product_attention(
+      query, key, value, dtype=jnp.bfloat16, float32_logits=float32_logits
+    )
+
+  def attend_and_read(query, key, value):
+    largest = attention_kernels.largest_scores(query, key, None, dtype, 'dot')
+    return attend(query, key, value), largest
+
+  numbers = [
+    jax.jit(fn).lower(query, key, value).compile().as_text().count(' dot(')
+    for fn in (attend, attend_and_read)
+  ]
+  assert numbers == [2, 2]

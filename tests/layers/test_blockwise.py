@@ -112,6 +112,20 @@ def test_outputs_and_gradients_equal_the_plain_form(monkeypatch, case, by_row):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5), got, want)
 
 
+@pytest.mark.parametrize('case', CASES, ids=str)
+def test_largest_scores_are_those_of_visible_keys_without_biases(case):
+  query, key = (_random(3, n, 2, 8, seed=i) for i, n in enumerate((case.q_len, case.k_len)))
+  bias = case.bias(10 * _random(*case.position_shape(), seed=4))
+  arrays = bias.with_arrays()
+  added = sum(np.asarray(part) for part in (arrays.shared, arrays.per_example) if part is not None)
+  scores = np.einsum('bqhd,bkhd->bhqk', query, key)
+  expected = np.max(np.where(added > -1e9, scores, 0), axis=-1)
+  found = jax.jit(functools.partial(blockwise.blockwise_largest_scores, max_block=16))(
+    query, key, bias
+  )
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_dropout_drops_the_same_keys_with_every_kernel():
   case = Case(40, 40, causal=True, position='distance')
   attend = functools.partial(

@@ -89,6 +89,20 @@ MUTANTS = (
     'tests/layers/test_attention.py::test_a_query_without_a_visible_key_gets_zeros',
   ),
   Mutant(
+    'padding_queries_have_large_scores',
+    't5x_lite/layers/attention_kernels.py',
+    '    largest = jnp.where(is_real[:, None], largest, 0.0)\n',
+    '',
+    'tests/layers/test_attention_kernels.py::test_largest_scores_are_those_of_tokens[padded-dot]',
+  ),
+  Mutant(
+    'masked_keys_of_blocks_have_large_scores',
+    't5x_lite/layers/blockwise.py',
+    'initial=0.0, where=is_visible)',
+    'initial=0.0)',
+    'tests/layers/test_attention_kernels.py::test_largest_scores_are_those_of_tokens[packed-blockwise]',
+  ),
+  Mutant(
     'cudnn_attends_to_padding_of_empty_inputs',
     't5x_lite/layers/fused_attention.py',
     '  if bias.key_segments is not None:\n    output =',

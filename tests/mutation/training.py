@@ -948,4 +948,32 @@ MUTANTS = (
     'if True:',
     'tests/data/batches/test_global_batches.py::test_fewer_batches_than_were_used_are_an_error',
   ),
+  Mutant(
+    'heads_are_clipped_by_the_square',
+    't5x_lite/models/qk_clip.py',
+    'factors = jnp.sqrt(of_step.threshold / largest)',
+    'factors = of_step.threshold / largest',
+    'tests/models/test_qk_clip.py::test_heads_above_the_threshold_are_clipped',
+  ),
+  Mutant(
+    'stacked_layers_are_clipped_in_ascending_order',
+    't5x_lite/models/qk_clip.py',
+    'in layer_stacks.paths_of(attention):',
+    'in sorted(layer_stacks.paths_of(attention)):',
+    'tests/models/test_qk_clip.py::test_stacked_layers_are_clipped_alike',
+  ),
+  Mutant(
+    'micro_batches_clip_by_the_last_one',
+    't5x_lite/models/qk_clip.py',
+    'jnp.maximum(self.scores, other.scores)',
+    'other.scores',
+    'tests/models/test_qk_clip.py::test_metrics_of_several_steps_are_those_of_the_largest_scores',
+  ),
+  Mutant(
+    'averages_are_those_of_parameters_before_the_clip',
+    't5x_lite/train_state.py',
+    'self.param_average, state.params, state.step)',
+    'self.param_average, self._optimizer.apply_gradient(grads, **extra_args).target, state.step)',
+    'tests/models/test_qk_clip.py::test_averages_are_those_of_clipped_parameters',
+  ),
 )

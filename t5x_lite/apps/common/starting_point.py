@@ -71,6 +71,7 @@ _FIELDS_OF_A_RUN = frozenset(
     'param_layout',
     'attention_kernel',
     'loss_chunk_size',
+    'qk_clip_threshold',
   }
 )
 

@@ -57,6 +57,7 @@ def network_config(
   param_layout: str = 't5',
   attention_kernel: str = 'auto',
   loss_chunk_size: int | None = None,
+  qk_clip_threshold: float | None = None,
 ) -> T5Config:
   """Return the configuration of the network in a Hugging Face folder.
 
@@ -76,6 +77,7 @@ def network_config(
     param_layout: layout of the parameter tree of the run, 't5' or 'scalable_t5'; restoring converts.
     attention_kernel: form of attention, one of `layers.ATTENTION_KERNELS`.
     loss_chunk_size: number of target tokens of a device whose logits the loss computes at once; None by their size.
+    qk_clip_threshold: largest attention score of a head that updates do not limit; None for no limit.
 
   Raises:
     ConfigError: the folder or its config.json is missing, or the model is sparse.
@@ -111,6 +113,7 @@ def network_config(
     param_layout=param_layout,
     attention_kernel=attention_kernel,
     loss_chunk_size=loss_chunk_size,
+    qk_clip_threshold=qk_clip_threshold,
   )
 
 
