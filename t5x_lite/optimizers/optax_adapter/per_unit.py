@@ -125,14 +125,14 @@ def _with_units(
   """
   inner = optax.with_extra_args_support(transformation)
 
-  def init(params: Params) -> Any:
+  def init(params: PyTree) -> Any:
     units = _UnitsOfTree(params, units_by_path)
     if units.are_single:
       return inner.init(params)
     return units.stored(init_units(units, params), units.state_shapes(inner))
 
   def update(
-    updates: PyTree, state: Any, params: Params | None = None, **extra_args: Any
+    updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
   ) -> tuple[PyTree, Any]:
     units = _UnitsOfTree(updates, units_by_path)
     if units.are_single:
