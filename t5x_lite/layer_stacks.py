@@ -58,17 +58,19 @@ def layers_of(name: str) -> tuple[int, ...]:
 def paths_of(path: str) -> list[str]:
   """Return the '/'-joined paths of each layer's array for the path of an array; [path] if it is not stacked.
 
+  Of several stacks in a path, the layers of the last one vary slowest.
+
   >>> paths_of('encoder/layers_0,1/mlp')
   ['encoder/layers_0/mlp', 'encoder/layers_1/mlp']
   """
-  names = path.split('/')
-  for i, name in enumerate(names):
-    layers = layers_of(name)
+  paths = [path.split('/')]
+  for i in reversed(range(len(paths[0]))):
+    layers = layers_of(paths[0][i])
     if layers:
-      before = names[:i]
-      after = names[i + 1 :]
-      return ['/'.join([*before, layer_name(layer), *after]) for layer in layers]
-  return [path]
+      paths = [
+        [*names[:i], layer_name(layer), *names[i + 1 :]] for names in paths for layer in layers
+      ]
+  return ['/'.join(names) for names in paths]
 
 
 def single_paths(paths: Sequence[str]) -> tuple[list[str], list[tuple[int, ...]]]:

@@ -30,6 +30,7 @@ __getattr__, __dir__, __all__ = lazy_names(
       'register_state_metrics',
     ),
     't5x_lite.optimizers.multi.optimizer': ('MultiOptimizerState',),
+    't5x_lite.optimizers.optax_adapter.per_unit': ('per_unit',),
     't5x_lite.optimizers.scaled_adam_rule.transformation': ('ScaledAdamState',),
     't5x_lite.optimizers.shampoo': ('ShampooState',),
   },

@@ -1,7 +1,7 @@
 """Experts and their optimizer states are on the devices of the experts, for every optimizer and mesh.
 
-The optimizer state of an expert's parameter has the parameter's sharding of experts; `_EXCEPTIONS` lists the others,
-with reasons. New rows in the contract table of optimizers are tested here too.
+The optimizer state of an expert's parameter has the parameter's sharding of experts. New rows in the contract table of
+optimizers are tested here too.
 """
 
 import functools
@@ -39,19 +39,6 @@ _EXPERTS = tuple(path for path, names in _AXES.items() if names[0] == 'expert')
 # Experts are the smallest dim, as they are in practice: optax's factored optimizers leave the two largest out.
 _SIZES = {'embed': 24, 'mlp': 32, 'expert_mlp': 32, 'vocab': 48, 'layers': 2, None: 8}
 
-# Regular expression over names of the state to the reason why an array of more than one element has no dim of experts.
-_EXCEPTIONS = {
-  r'/(statistics|preconditioners)/stacks/': (
-    'Shampoo joins experts in its blocks; its matrices are spread over all devices that they divide over.'
-  ),
-  r'/training_metrics/': 'Shampoo: one number for each block, on every device.',
-  r'omentum/bucket_size$': 'Shampoo: scales of 8-bit momentum are maxima over the first dim, which is the experts.',
-  r'^param_states/(parts/\d/)?0/mu/.*/kernel/[123]$|^param_states/0/mu/.*/bias/1$': (
-    'SM3: maxima along each dim over all others, the experts too.'
-  ),
-  r'^param_states/0/v_col/.*/bias$': 'Adafactor of optax takes a bias [expert, hidden] for a matrix.',
-  r'^param_states/0/projector/.*/bias$': 'GaLore takes a bias [expert, hidden] for a matrix of low rank.',
-}
 # Large state that does not belong to one parameter.
 _GLOBAL = {
   r'/global_stats/': 'Shampoo: all matrices in one stack over all devices.',
@@ -150,7 +137,7 @@ def _check_placement(row, form, num_experts, num_partitions, parameter_dims=1):
       assert 'expert' not in array.logical_axes, where
       continue
     if 'expert' not in array.logical_axes:
-      assert size <= 1 or any(re.search(pattern, array.name) for pattern in _EXCEPTIONS), where
+      assert size <= 1, where
       continue
     assert _experts_by_device(mesh, array.mesh_axes, array.shape) == owned, where
     shard = NamedSharding(mesh, array.mesh_axes).shard_shape(array.shape)
@@ -206,7 +193,7 @@ def test_no_exception_is_idle():
     for array in _partitioner('num_expert_partitions', 4, 1, 1).explain(_shapes(row, 4)).rows
     if math.prod(array.shape) > 1 and 'expert' not in array.logical_axes
   }
-  for pattern in (*_EXCEPTIONS, *_GLOBAL):
+  for pattern in _GLOBAL:
     assert any(re.search(pattern, name) for name in names), pattern
 
 

@@ -269,8 +269,9 @@ def test_logical_axes_mirror_the_state(row):
     if name.startswith('state') and not any(str(axis).startswith('optimizer_') for axis in spec):
       whole += leaf.size * leaf.dtype.itemsize
       sharded += leaf.size * leaf.dtype.itemsize / math.prod(mesh_size[axis] for axis in used)
-  # The parameters themselves take 0.25 of their bytes on each device, but for a few small ones.
-  assert sharded <= 0.3 * whole + 512, f'{row}: {sharded} of {whole} bytes on each device'
+  # The parameters themselves take 0.25 of their bytes on each device, but for a few small ones, and factors of low rank
+  # 0.5 of them.
+  assert sharded <= 0.35 * whole + 512, f'{row}: {sharded} of {whole} bytes on each device'
 
 
 @pytest.mark.parametrize('row', _rows('needs'))

@@ -55,6 +55,7 @@ from t5x_lite.checkpoints.hugging_face import gin_files as hugging_face_gin
 from t5x_lite.command_line import cli
 from t5x_lite.compat import names
 from t5x_lite.configuration import syntax as gin_syntax
+from t5x_lite.optimizers.base import layouts
 from tests.data import registries
 
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -634,6 +635,14 @@ def test_made_up_figures_of_optimizers_are_noticed():
     (fault,) = optimizer_records.faults(text, _RECORDS)
     assert f'`{name}`' in fault and said in fault
     assert f'python benchmarks/optimizers.py --only {name} --record' in fault
+
+
+def test_optimizers_that_depend_on_the_layout_are_listed():
+  (rows,) = [
+    match['rows'] for match in _TABLE.finditer(_OPTIMIZERS) if match['kind'] == 'layout dependent'
+  ]
+  listed = {name for row in rows.splitlines()[2:] for name in _names(row.split('|')[1])}
+  assert listed - {'spread_roots'} == set(layouts.LAYOUT_DEPENDENT)
 
 
 @pytest.mark.full  # by default, the state of each optimizer, in the test above

@@ -416,6 +416,15 @@ def check_fit(
     lines.append(_adapter_remedy(stored, wanted, misshapen))
   elif averages and not misshapen and not mistyped and not (missing and surplus):
     lines.append(_average_remedy(lacks=averages[0]))
+  elif all(
+    name.startswith(f'{_SECTIONS[0]}/') for name in (*missing, *surplus, *misshapen, *mistyped)
+  ):
+    lines.append(
+      'Only the state of the optimizer differs. It was saved with other options, or, of layers and experts in one '
+      'array, before each of them was updated as an array of its own. Start another run in another MODEL_DIR with its '
+      f"parameters: RestoreCheckpointConfig.path = {str(where)!r}, mode = 'specific', assignment_map = "
+      f"[('{_SECTIONS[0]}.*', None)] and fallback_to_scratch = True."
+    )
   else:
     lines += _expert_hints(stored, wanted, misshapen)
     # An inference state has no optimizer, and no run that could resume.

@@ -28,6 +28,7 @@ from t5x_lite.optimizers.adafactor_rule.factor_rules import HParamMap
 from t5x_lite.optimizers.adafactor_rule.update import AdafactorHyperParams
 from t5x_lite.optimizers.adafactor_rule.update import AdafactorParamState
 from t5x_lite.optimizers.axes import names
+from t5x_lite.optimizers.axes.units import Units
 from t5x_lite.optimizers.base import definition
 from t5x_lite.optimizers.base import scalars
 from t5x_lite.optimizers.base.param_scales import ParamScales
@@ -420,6 +421,22 @@ class Adafactor(definition.OptimizerDef):
     new = copy.copy(self)
     new.hyper_params = self.hyper_params.replace(factor_map=flax.core.freeze(factor_map))
     return new
+
+  def _is_layout_dependent(self, path: str, units: Units) -> bool:
+    """See base class; of other parameters the matrices and the root mean squares are those of the units."""
+    if units.is_single:
+      return False
+    plan = self._plan(units.shape, path)
+    hp = self.hyper_params
+    # T5X's rule for a single matrix: its sizes decide.
+    rule = None
+    if hp.factored:
+      rule = (FactorDim.NONE,) * len(units.unit_shape)
+    unit_plan = rules_lib.plan_factorization(
+      rule, units.unit_shape, path, hp.min_dim_size_to_factor
+    )
+    dims_of_units = tuple(sorted(dim for group in units.groups for dim in group))
+    return plan.averaging_dims != dims_of_units or plan.is_factored != unit_plan.is_factored
 
   def derive_logical_axes(
     self,

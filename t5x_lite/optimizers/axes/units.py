@@ -22,7 +22,7 @@ from t5x_lite.types import Array, LogicalAxes
 # Logical axes of dims whose indices number separate arrays.
 BATCH_AXES = ('layers', 'stack', 'expert')
 # Logical axes of adjacent dims that are one dim in the layout 't5', with the name of that dim.
-_JOINED_AXES: Mapping[tuple[str, str], str] = {('heads', 'kv'): 'joined_kv'}
+_JOINED_AXES: Mapping[tuple[str | None, str | None], str] = {('heads', 'kv'): 'joined_kv'}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class Units:
   def join(self, units: Array) -> Array:
     """Return the inverse of `split`."""
     in_order = units.reshape([self.shape[dim] for dim in self._order])
-    return jnp.transpose(in_order, np.argsort(self._order))
+    return jnp.transpose(in_order, np.argsort(self._order).tolist())
 
   @property
   def _order(self) -> tuple[int, ...]:

@@ -27,6 +27,8 @@ from jax.sharding import PartitionSpec
 
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.optimizers.axes.units import Units
+from t5x_lite.optimizers.base import layouts
 from t5x_lite.optimizers.base import rounding
 from t5x_lite.optimizers.base import state_dicts
 from t5x_lite.optimizers.base.param_scales import OWNER
@@ -343,7 +345,19 @@ class OptimizerDef(abc.ABC):
       definition.update_options = origin.update_options
       definition.param_scales = origin.param_scales
       definition._origin = (origin, tuple(tree_utils.named_leaves(param_logical_axes)))
+    if self.depends_on_layout and params is not None:
+      layouts.warn(self.name, param_logical_axes, params, definition._is_layout_dependent)
     return definition
+
+  @property
+  def depends_on_layout(self) -> bool:
+    """True if updates may depend on the layout of the parameters, for the reason in `LAYOUT_DEPENDENT`."""
+    return self.name in layouts.LAYOUT_DEPENDENT
+
+  def _is_layout_dependent(self, path: str, units: Units) -> bool:
+    """Return True if the update of a parameter is not that of its units, for an optimizer that `depends_on_layout`."""
+    del path
+    return not units.is_single
 
   def _for_param_axes(
     self, param_logical_axes: LogicalAxes, params: Params | None

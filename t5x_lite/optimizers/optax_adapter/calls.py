@@ -13,6 +13,7 @@ from typing import Any
 import optax
 
 from t5x_lite.errors import ConfigError, T5xLiteError
+from t5x_lite.optimizers.axes.units import UnitsByPath
 from t5x_lite.optimizers.base.param_scales import ParamScales
 from t5x_lite.optimizers.optax_adapter import param_scales
 from t5x_lite.optimizers.optax_adapter.wrapper import OptaxWrapper
@@ -20,6 +21,8 @@ from t5x_lite.optimizers.optax_adapter.wrapper import OptaxWrapper
 RATE = 'learning_rate'
 # Function from a learning rate, None without the trainer's, to a transformation.
 BuildFn = Callable[[Any], optax.GradientTransformation]
+# See `Call.units_fn`.
+UnitsFn = Callable[[optax.GradientTransformation, UnitsByPath], optax.GradientTransformation]
 # See the argument `rebuild` of `OptaxWrapper`.
 RebuildFn = Callable[..., OptaxWrapper]
 
@@ -36,6 +39,9 @@ class Call:
     scaling: how learning rate and weight decay are scaled by parameter.
     rate_owner: meaning of the argument `learning_rate`; see `factories`.
     options: arguments of `OptaxWrapper` that do not depend on learning rates, axes and scales.
+    units_fn: function from (transformation, units of the parameters) to one of units, such as `per_unit`; None if the
+      transformation updates arrays as they are.
+    units: units of the parameters, single arrays until their axes are known.
   """
 
   constructor: Callable[..., optax.GradientTransformation]
@@ -45,6 +51,8 @@ class Call:
   scaling: param_scales.Scaling
   rate_owner: str
   options: Mapping[str, Any]
+  units_fn: UnitsFn | None = None
+  units: UnitsByPath = UnitsByPath()
 
   def wrapper(self) -> OptaxWrapper:
     """Return the optimizer.
@@ -79,6 +87,8 @@ class Call:
 
   @property
   def _rebuild(self) -> RebuildFn | None:
+    if self.units_fn is not None:
+      return lambda axes, params: dataclasses.replace(self, units=UnitsByPath(axes)).wrapper()
     return rebuild_fn(functools.partial(self._call, self.factory), self.bound.arguments)
 
   def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
@@ -97,12 +107,17 @@ class Call:
     if self._takes_rate:
       arguments = {**arguments, RATE: learning_rate}
     try:
-      return self._call(self.constructor, self.scaling.apply(arguments, rate_scale, decay_scale))
+      transformation = self._call(
+        self.constructor, self.scaling.apply(arguments, rate_scale, decay_scale)
+      )
     except (TypeError, ValueError, AttributeError) as error:
       if isinstance(error, T5xLiteError):
         raise
       message = str(error).partition('\n')[0].rstrip('.')
       raise ConfigError(f'The optimizer {self.name} has invalid options: {message}.') from error
+    if self.units_fn is None:
+      return transformation
+    return self.units_fn(transformation, self.units)
 
   def _wrap(self, build_fn: BuildFn, rebuild: RebuildFn | None) -> OptaxWrapper:
     if self.scaling.inner:

@@ -35,12 +35,15 @@ from t5x_lite.optimizers.optax_adapter import constructors
 from t5x_lite.optimizers.optax_adapter import option_checks
 from t5x_lite.optimizers.optax_adapter import param_scales
 from t5x_lite.optimizers.optax_adapter.param_scales import Scaling
+from t5x_lite.optimizers.optax_adapter.per_unit import per_unit
 from t5x_lite.optimizers.optax_adapter.wrapper import OptaxWrapper
 from t5x_lite.optimizers.optax_adapter.wrapper import StackingKeyFn
 
 _RATE = calls.RATE
 # Function from arguments by name to the reason why the trainer cannot train with them, or None.
 UnsupportedReasonFn = Callable[[Mapping[str, Any]], str | None]
+# Function from arguments by name to True if updates with them depend on the layout of the parameters.
+LayoutReasonFn = Callable[[Mapping[str, Any]], bool]
 # Arguments of constructors that are optimizers.
 _INNER_OPTIMIZERS = {'base_optimizer', 'inner', 'optimizer', 'adv_optimizer'}
 
@@ -51,6 +54,8 @@ def wrap_optax_optimizer(
   takes_learning_rate: bool = False,
   unsupported_reason_fn: UnsupportedReasonFn | None = None,
   stacking_key_fn: StackingKeyFn | None = None,
+  units_fn: calls.UnitsFn | None = None,
+  layout_reason_fn: LayoutReasonFn | None = None,
   scaling: Scaling = Scaling(),
 ) -> Callable[..., OptaxWrapper]:
   """Turn a constructor of optax transformations into one of `OptaxWrapper`s.
@@ -63,6 +68,10 @@ def wrap_optax_optimizer(
     unsupported_reason_fn: from the arguments of a call, by name, to the reason why the trainer cannot train with them,
       with the remedy, or to None.
     stacking_key_fn: see `OptaxWrapper`.
+    units_fn: `per_unit` if the update of an array depends on all of it, and on no other array, so that layers and
+      experts in one array should be updated as arrays of their own; None if they are updated as they are.
+    layout_reason_fn: from the arguments of a call, by name, to True if the reason in `LAYOUT_DEPENDENT` applies to
+      them; None if it applies to all calls of an optimizer in the table.
     scaling: how learning rate and weight decay are scaled by parameter; by default updates are multiplied for the one,
       and options with the names in `param_scales.WEIGHT_DECAYS` for the other.
 
@@ -93,6 +102,8 @@ def wrap_optax_optimizer(
     owner,
     unsupported_reason_fn=unsupported_reason_fn,
     stacking_key_fn=stacking_key_fn,
+    units_fn=units_fn,
+    layout_reason_fn=layout_reason_fn,
     checks_options=False,
     scaling=scaling,
   )
@@ -107,6 +118,8 @@ def _wrap(
   checks_options: bool = True,
   is_elementwise: bool = False,
   stacking_key_fn: StackingKeyFn | None = None,
+  units_fn: calls.UnitsFn | None = None,
+  layout_reason_fn: LayoutReasonFn | None = None,
   scaling: Scaling = Scaling(),
 ) -> Callable[..., OptaxWrapper]:
   """Wrap a constructor.
@@ -120,6 +133,8 @@ def _wrap(
     checks_options: check the options by `option_checks`, as is right for optax's own constructors.
     is_elementwise: see `OptaxWrapper`; ignored if the user gives a mask, which may depend on dims.
     stacking_key_fn: see `OptaxWrapper`.
+    units_fn: see `wrap_optax_optimizer`; ignored if the user gives numbers of dims, which are those of arrays.
+    layout_reason_fn: see `wrap_optax_optimizer`.
     scaling: see `wrap_optax_optimizer`.
   """
   name = name or _function_of(optax_optimizer).__name__
@@ -146,6 +161,10 @@ def _wrap(
     reason = None
     if unsupported_reason_fn is not None:
       reason = unsupported_reason_fn(bound.arguments)
+    units_fn_of_call = units_fn
+    if bound.arguments.get('weight_dimension_numbers') is not None:
+      units_fn_of_call = None
+    has_layout_reason = layout_reason_fn is None or layout_reason_fn(bound.arguments)
     has_mask = any('mask' in key and value is not None for key, value in bound.arguments.items())
     return calls.Call(
       constructor=optax_optimizer,
@@ -158,7 +177,9 @@ def _wrap(
         unsupported_reason=reason,
         is_elementwise=is_elementwise and not has_mask,
         stacking_key_fn=stacking_key_fn,
+        has_layout_reason=has_layout_reason,
       ),
+      units_fn=units_fn_of_call,
     ).wrapper()
 
   wrapped.__name__ = wrapped.__qualname__ = name
@@ -408,9 +429,8 @@ _JOINT_DECAY = Scaling(
 
 adabelief = _wrap(optax.adabelief, 'trainer', is_elementwise=True)
 adadelta = _wrap(optax.adadelta, 'trainer', is_elementwise=True)
-adafactor = _wrap(
-  optax.adafactor, 'trainer', scaling=_BY_ARGUMENT
-)  # its decay does not depend on the rate
+# Its decay does not depend on the rate.
+adafactor = _wrap(optax.adafactor, 'trainer', units_fn=per_unit, scaling=_BY_ARGUMENT)
 adagrad = _wrap(optax.adagrad, 'trainer', is_elementwise=True)
 adam = _wrap(optax.adam, 'trainer', is_elementwise=True)
 adamax = _wrap(optax.adamax, 'trainer', is_elementwise=True)
@@ -418,9 +438,9 @@ adamaxw = _wrap(optax.adamaxw, 'trainer', is_elementwise=True)
 adamw = _wrap(optax.adamw, 'trainer', is_elementwise=True)
 adan = _wrap(optax.adan, 'trainer', is_elementwise=True)
 amsgrad = _wrap(optax.amsgrad, 'trainer', is_elementwise=True)
-fromage = _wrap(optax.fromage, 'trainer', scaling=_BY_ARGUMENT)
-lamb = _wrap(optax.lamb, 'trainer')
-lars = _wrap(optax.lars, 'trainer')
+fromage = _wrap(optax.fromage, 'trainer', units_fn=per_unit, scaling=_BY_ARGUMENT)
+lamb = _wrap(optax.lamb, 'trainer', units_fn=per_unit)
+lars = _wrap(optax.lars, 'trainer', units_fn=per_unit)
 lbfgs = _wrap(
   optax.lbfgs,
   'optimizer',
@@ -430,7 +450,7 @@ lion = _wrap(optax.lion, 'trainer', is_elementwise=True)
 nadam = _wrap(optax.nadam, 'trainer', 'nadam', is_elementwise=True)
 nadamw = _wrap(optax.nadamw, 'trainer', 'nadamw', is_elementwise=True)
 noisy_sgd = _wrap(constructors.noisy_sgd, 'trainer')
-novograd = _wrap(optax.novograd, 'trainer')
+novograd = _wrap(optax.novograd, 'trainer', units_fn=per_unit)
 optimistic_adam = _wrap(constructors.optimistic_adam, 'trainer', is_elementwise=True)
 optimistic_adam_v2 = _wrap(optax.optimistic_adam_v2, 'trainer', is_elementwise=True)
 optimistic_gradient_descent = _wrap(
@@ -450,7 +470,7 @@ rprop = _wrap(
 sgd = _wrap(optax.sgd, 'trainer', is_elementwise=True)
 sign_sgd = _wrap(optax.sign_sgd, 'trainer', is_elementwise=True)
 signum = _wrap(optax.signum, 'trainer', is_elementwise=True)
-sm3 = _wrap(constructors.sm3, 'trainer')
+sm3 = _wrap(constructors.sm3, 'trainer', units_fn=per_unit)
 yogi = _wrap(optax.yogi, 'trainer', is_elementwise=True)
 
 # ---- optax.contrib ---------------------------------------------------------------------------------------------------
@@ -469,7 +489,7 @@ dadapt_adamw = _wrap(optax.contrib.dadapt_adamw, 'trainer')
 dog = _wrap(optax.contrib.dog, 'trainer', scaling=_JOINT_DECAY)
 dowg = _wrap(optax.contrib.dowg, 'trainer', scaling=_JOINT_DECAY)
 dpsgd = _wrap(constructors.dpsgd, 'trainer')
-galore = _wrap(optax.contrib.galore, 'trainer')
+galore = _wrap(optax.contrib.galore, 'trainer', units_fn=per_unit)
 madgrad = _wrap(optax.contrib.madgrad, 'trainer', is_elementwise=True, scaling=_BY_ARGUMENT)
 mechanize = _wrap(optax.contrib.mechanize, 'unknown', scaling=Scaling(inner='base_optimizer'))
 momo = _wrap(optax.contrib.momo, 'trainer', scaling=_JOINT_DECAY)

@@ -17,6 +17,7 @@ from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
 from t5x_lite.optimizers.base.param_scales import OWNER
 from t5x_lite.optimizers.base.param_scales import ParamScales
+from t5x_lite.optimizers.optax_adapter.per_unit import param_path
 from t5x_lite.types import PyTree, PyTreeDef
 
 # Names of the options that are weight decays of single parameters.
@@ -112,8 +113,8 @@ class DecayByPath:
   scales: ParamScales
 
   def of(self, path: str) -> float:
-    """Return the weight decay at a '/'-joined path."""
-    return self.weight_decay * self.scales.of(path)[1]
+    """Return the weight decay at a '/'-joined path of a parameter, or of an array of `units_as_layers`."""
+    return self.weight_decay * self.scales.of(param_path(path))[1]
 
 
 def has_weight_decay(arguments: Mapping[str, Any]) -> bool:

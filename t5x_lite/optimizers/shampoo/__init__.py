@@ -20,6 +20,7 @@ import optax
 
 from t5x_lite.optimizers.optax_adapter.factories import wrap_optax_optimizer
 from t5x_lite.optimizers.optax_adapter.param_scales import Scaling
+from t5x_lite.optimizers.optax_adapter.per_unit import units_as_layers
 from t5x_lite.optimizers.shampoo.blocks import merge_small_dims
 from t5x_lite.optimizers.shampoo.config import GraftingType
 from t5x_lite.optimizers.shampoo.config import ShampooConfig
@@ -225,5 +226,7 @@ distributed_shampoo = wrap_optax_optimizer(
   takes_learning_rate=True,
   unsupported_reason_fn=_unsupported_reason,
   stacking_key_fn=lambda path, param, state: 'shampoo',
+  units_fn=units_as_layers,
+  layout_reason_fn=lambda arguments: bool(arguments.get('spread_roots')),
   scaling=Scaling(decay_by_path=True),
 )

@@ -1,10 +1,16 @@
 """Options of an optimizer that change when a run is resumed."""
 
+import re
+
 import jax
 import numpy as np
+import optax
+import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import optimizers
+from t5x_lite.errors import CheckpointError
+from tests.apps.train import adapter_run
 from tests.apps.train import toy_run
 
 
@@ -37,3 +43,38 @@ def test_clipping_of_scaled_adam_may_be_added_changed_and_removed(tmp_path, capl
   )
   for name in names:
     jax.tree.map(np.testing.assert_array_equal, found[name], want[name])
+
+
+def test_a_state_of_stacked_layers_of_an_earlier_version_names_what_to_do(tmp_path):
+  """Earlier versions gave optax the arrays of all layers, so that Novograd had one number for them."""
+
+  def train(model_dir, num_steps, optimizer_def, restore=None):
+    model = adapter_run.model(param_layout='scalable_t5', optimizer_def=optimizer_def)
+    options = {**adapter_run.OPTIONS, 'restore': restore}
+    return toy_run.train(
+      model_dir,
+      num_steps,
+      model=model,
+      train_eval_dataset_cfg=None,
+      infer_eval_dataset_cfg=None,
+      **options,
+    )
+
+  earlier = optimizers.OptaxWrapper(
+    learning_rate_factory=lambda rate: optax.novograd(rate), name='novograd'
+  )
+  train(tmp_path / 'run', 3, earlier)
+  with pytest.raises(CheckpointError, match='RestoreCheckpointConfig.path = ') as error:
+    train(tmp_path / 'run', 6, optimizers.novograd())
+  path = re.search("RestoreCheckpointConfig.path = '(.*?)'", str(error.value)).group(1)
+  assert (
+    "mode = 'specific', assignment_map = [('state/param_states.*', None)] and fallback_to_scratch = True"
+    in str(error.value)
+  )
+  restore = checkpoints.RestoreCheckpointConfig(
+    path, 'specific', assignment_map=[('state/param_states.*', None)], fallback_to_scratch=True
+  )
+  step, _ = train(tmp_path / 'other', 6, optimizers.novograd(), restore)
+  assert step == 6
+  # The new run resumes from its own state.
+  assert train(tmp_path / 'other', 9, optimizers.novograd())[0] == 9
