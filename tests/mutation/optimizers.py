@@ -395,9 +395,16 @@ MUTANTS = (
   Mutant(
     'all_states_of_units_have_another_structure',
     't5x_lite/optimizers/optax_adapter/per_unit.py',
-    '    if are_copies:\n      return state\n',
-    '',
+    'place.param is None or place.param.is_single or place.is_copy',
+    'False',
     'tests/optimizers/optax_adapter/test_per_unit.py::test_states_keep_batch_axes_and_share_counts',
+  ),
+  Mutant(
+    'dims_after_layers_are_mapped_at_their_old_number',
+    't5x_lite/optimizers/optax_adapter/per_unit.py',
+    'batch_dims[number] - number',
+    'batch_dims[number]',
+    'tests/optimizers/test_layouts.py::test_updates_are_equal_in_each_layout[lars-scalable]',
   ),
   Mutant(
     'stacked_layers_come_before_experts',

@@ -64,13 +64,14 @@ def per_unit(
     units_by_path: units of the parameters.
   """
 
-  def init(units: '_UnitsOfTree', params: Params) -> PyTree:
-    return units.apply(
-      transformation.init, [units.split(params)], units.state_shapes(transformation)
-    )
+  def init(units: '_UnitsOfTree', shapes: PyTree, params: Params) -> PyTree:
+    return units.apply(transformation.init, [params], [units.shapes], shapes)
 
-  def update(units: '_UnitsOfTree', fn: Callable[..., Any], *trees: PyTree) -> PyTree:
-    return units.apply(fn, trees, trees[:2])
+  def update(
+    units: '_UnitsOfTree', shapes: PyTree, fn: Callable[..., Any], trees: Sequence[PyTree]
+  ) -> PyTree:
+    shapes_of_trees = [units.shapes, shapes, units.shapes]
+    return units.apply(fn, trees, shapes_of_trees[: len(trees)], (units.shapes, shapes))
 
   return _with_units(transformation, units_by_path, init, update)
 
@@ -87,14 +88,19 @@ def units_as_layers(
     units_by_path: units of the parameters.
   """
 
-  def init(units: '_UnitsOfTree', params: Params) -> PyTree:
+  def init(units: '_UnitsOfTree', shapes: PyTree, params: Params) -> PyTree:
     del params
     state = transformation.init(units.of_params(lambda param: param.layer_shapes))
-    return units.map_nodes(_Param.stack_layers, state)
+    return units.joined(units.map_nodes(_Param.stack_layers, state), shapes)
 
-  def update(units: '_UnitsOfTree', fn: Callable[..., Any], *trees: PyTree) -> PyTree:
-    results = fn(*(units.map_nodes(_Param.to_layers, tree) for tree in trees))
-    return units.map_nodes(_Param.from_layers, results)
+  def update(
+    units: '_UnitsOfTree', shapes: PyTree, fn: Callable[..., Any], trees: Sequence[PyTree]
+  ) -> PyTree:
+    layers = []
+    for tree, shapes_of_tree in zip(trees, [units.shapes, shapes, units.shapes], strict=False):
+      layers.append(units.map_nodes(_Param.to_layers, units.split(tree, shapes_of_tree)))
+    results = units.map_nodes(_Param.from_layers, fn(*layers))
+    return units.joined(results, (units.shapes, shapes))
 
   return _with_units(transformation, units_by_path, init, update)
 
@@ -119,9 +125,8 @@ def _with_units(
   Args:
     transformation: transformation of arrays.
     units_by_path: units of the parameters.
-    init_units: from (units, parameters) to the initial state of all units, with batch dims in front.
-    update_units: from (units, `transformation.update`, gradients, state and parameters with batch dims in front) to
-      (updates, new state) of this form.
+    init_units: from (units, shapes of the state of single units, parameters) to the initial state, as in `UnitsState`.
+    update_units: from (units, these shapes, `transformation.update`, its arguments) to its results; all in this form.
   """
   inner = optax.with_extra_args_support(transformation)
 
@@ -129,7 +134,8 @@ def _with_units(
     units = _UnitsOfTree(params, units_by_path)
     if units.are_single:
       return inner.init(params)
-    return units.stored(init_units(units, params), units.state_shapes(inner))
+    shapes = units.state_shapes(inner)
+    return units.stored(init_units(units, shapes, params), shapes)
 
   def update(
     updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
@@ -137,12 +143,15 @@ def _with_units(
     units = _UnitsOfTree(updates, units_by_path)
     if units.are_single:
       return inner.update(updates, state, params, **extra_args)
+    if isinstance(state, UnitsState):
+      state = state.of_units
+    trees = [updates, state]
+    if params is not None:
+      trees.append(params)
     shapes = units.state_shapes(inner)
     fn = functools.partial(inner.update, **extra_args)
-    new_updates, new_state = update_units(
-      units, fn, units.split(updates), units.loaded(state, shapes), units.split(params)
-    )
-    return units.joined(new_updates), units.stored(new_state, shapes)
+    new_updates, new_state = update_units(units, shapes, fn, trees)
+    return new_updates, units.stored(new_state, shapes)
 
   return optax.GradientTransformationExtraArgs(init, cast(optax.TransformUpdateExtraArgsFn, update))
 
@@ -251,6 +260,11 @@ class _UnitsOfTree:
     self._treedef = jax.tree.structure(params)
 
   @property
+  def shapes(self) -> PyTree:
+    """Shape of a unit of each parameter."""
+    return self.of_params(lambda param: param.unit_shape)
+
+  @property
   def are_single(self) -> bool:
     """True if each parameter is its only unit."""
     return all(param.is_single for param in self._params)
@@ -270,14 +284,6 @@ class _UnitsOfTree:
       return treedef.unflatten([self.map_nodes(fn, child) for child in children.values()])
     return self._treedef.unflatten(map(fn, self._params, nodes))
 
-  def split(self, tree: PyTree) -> PyTree:
-    """Return arrays [*batch_shape, *unit_shape], given arrays like the parameters, or None."""
-    return self.map_nodes(lambda param, array: param.units.split(array), tree)
-
-  def joined(self, tree: PyTree) -> PyTree:
-    """Return the inverse of `split`."""
-    return self.map_nodes(lambda param, array: param.units.join(array), tree)
-
   def of_leaves(self, tree: PyTree) -> list[_Param | None]:
     """Return the parameter of each leaf of a tree; None for a leaf that is at no parameter."""
     marked = self.map_nodes(lambda param, node: jax.tree.map(lambda _: param, node), tree)
@@ -285,84 +291,116 @@ class _UnitsOfTree:
 
   def state_shapes(self, transformation: optax.GradientTransformation) -> PyTree:
     """Return the shapes of the transformation's state for one unit of each parameter."""
-    return jax.eval_shape(transformation.init, self.of_params(lambda param: param.unit_shape))
+    return jax.eval_shape(transformation.init, self.shapes)
 
   def stored(self, state: PyTree, shapes: PyTree) -> PyTree:
-    """Return the optimizer's state, given a state with batch dims in front, and its shapes for single units."""
-    are_copies = True
-
-    def convert(array: Any, shape: Any, param: _Param | None) -> Any:
-      nonlocal are_copies
-      if param is None:
-        return array
-      if shape.shape == param.units.unit_shape:
-        return param.units.join(array)
-      are_copies = are_copies and param.is_single
-      return array
-
-    state = self._map_leaves(convert, state, shapes)
-    if are_copies:
+    """Return a state, in a `UnitsState` if it has other arrays of units than copies; `shapes` are those of one unit."""
+    places = self._places(shapes)
+    if all(place.param is None or place.param.is_single or place.is_copy for place in places):
       return state
     return UnitsState(state)
 
-  def loaded(self, state: PyTree, shapes: PyTree) -> PyTree:
-    """Return the inverse of `stored`."""
-    if isinstance(state, UnitsState):
-      state = state.of_units
+  def split(self, tree: PyTree, shapes: PyTree) -> PyTree:
+    """Return a tree of arrays with all batch dims in front; `shapes` are those of one unit."""
+    return self._convert_copies(Units.split, tree, shapes)
 
-    def convert(array: Any, shape: Any, param: _Param | None) -> Any:
-      if param is not None and shape.shape == param.units.unit_shape:
-        return param.units.split(array)
-      return array
+  def joined(self, tree: PyTree, shapes: PyTree) -> PyTree:
+    """Return the inverse of `split`."""
+    return self._convert_copies(Units.join, tree, shapes)
 
-    return self._map_leaves(convert, state, shapes)
+  def _convert_copies(
+    self, fn: Callable[[Units, Any], Any], tree: PyTree, shapes: PyTree
+  ) -> PyTree:
+    arrays, treedef = jax.tree.flatten(tree)
+    for i, place in enumerate(self._places(shapes)):
+      if place.param is not None and place.is_copy:
+        arrays[i] = fn(place.param.units, arrays[i])
+    return treedef.unflatten(arrays)
 
-  def _map_leaves(self, fn: Callable[..., Any], state: PyTree, shapes: PyTree) -> PyTree:
-    arrays, treedef = jax.tree.flatten(state)
-    params = self.of_leaves(state)
-    return treedef.unflatten(map(fn, arrays, jax.tree.leaves(shapes), params))
-
-  def apply(self, fn: Callable[..., PyTree], trees: Sequence[PyTree], like: PyTree) -> PyTree:
+  def apply(
+    self,
+    fn: Callable[..., PyTree],
+    trees: Sequence[PyTree],
+    shapes: Sequence[PyTree],
+    result_shapes: PyTree,
+  ) -> PyTree:
     """Return the result of a function of single units for all units.
 
     Args:
       fn: function whose values at a parameter depend on its arguments at this parameter and on shared scalars.
-      trees: arguments; arrays at a parameter have its batch dims in front.
-      like: tree of the structure of the result.
+      trees: arguments, in the form of `UnitsState`.
+      shapes: shapes of the arguments for one unit of each parameter.
+      result_shapes: those of the result.
     """
     leaves, treedef = jax.tree.flatten(list(trees))
-    params = self.of_leaves(list(trees))
-    result_params = self.of_leaves(like)
+    places = self._places(list(shapes))
+    result_places = self._places(result_shapes)
 
     def of_single_units(arguments: list[Any]) -> list[Any]:
-      return jax.tree.leaves(fn(*treedef.unflatten(arguments)))
+      # Dims of the array, without batch dims, that are one dim of a unit are adjacent.
+      units = [array.reshape(place.shape) for array, place in zip(arguments, places, strict=True)]
+      results = jax.tree.leaves(fn(*treedef.unflatten(units)))
+      return [
+        result.reshape(place.shape_in_array)
+        for result, place in zip(results, result_places, strict=True)
+      ]
 
-    results: list[Any] = [None] * len(result_params)
+    found: list[Any] = [None] * len(result_places)
     for batch_shape in dict.fromkeys(param.units.batch_shape for param in self._params):
       arguments = []
-      for leaf, param in zip(leaves, params, strict=True):
-        if param is not None and param.units.batch_shape != batch_shape:
+      for leaf, place in zip(leaves, places, strict=True):
+        if place.param is not None and place.param.units.batch_shape != batch_shape:
           # The results of other parameters are not used; the compiler removes them.
-          leaf = jnp.zeros(leaf.shape[len(param.units.batch_shape) :], leaf.dtype)
+          leaf = jnp.zeros(place.shape, leaf.dtype)
         arguments.append(leaf)
       mapped = of_single_units
-      for _ in batch_shape:
-        in_axes = _mapped_dims(params, batch_shape)
-        mapped = jax.vmap(mapped, (in_axes,), _mapped_dims(result_params, batch_shape))
+      for i in reversed(range(len(batch_shape))):
+        in_dims = [place.mapped_dim(i, batch_shape) for place in places]
+        out_dims = [place.mapped_dim(i, batch_shape) for place in result_places]
+        mapped = jax.vmap(mapped, (in_dims,), out_dims)
       for i, result in enumerate(mapped(arguments)):
-        param = result_params[i]
+        param = result_places[i].param
         if param is None or param.units.batch_shape == batch_shape:
-          results[i] = result
-    return jax.tree.structure(like).unflatten(results)
+          found[i] = result
+    return jax.tree.structure(result_shapes).unflatten(found)
+
+  def _places(self, shapes: PyTree) -> list['_Place']:
+    leaves = zip(self.of_leaves(shapes), jax.tree.leaves(shapes), strict=True)
+    return [_Place(param, tuple(leaf.shape)) for param, leaf in leaves]
 
 
-def _mapped_dims(params: Sequence[_Param | None], batch_shape: tuple[int, ...]) -> list[int | None]:
-  """Return the dim that `jax.vmap` maps for leaves at these parameters: 0 for those with the batch shape."""
-  dims: list[int | None] = [None] * len(params)
-  for i, param in enumerate(params):
-    if param is not None and param.units.batch_shape == batch_shape:
-      dims[i] = 0
-  return dims
+@dataclasses.dataclass(frozen=True)
+class _Place:
+  """A leaf of a tree with subtrees like the parameters.
+
+  Attributes:
+    param: the parameter at which the leaf is, or None.
+    shape: shape of the leaf for one unit.
+  """
+
+  param: _Param | None
+  shape: tuple[int, ...]
+
+  @property
+  def is_copy(self) -> bool:
+    """True if the leaf has the shape of a unit."""
+    return self.param is not None and self.shape == self.param.units.unit_shape
+
+  @property
+  def shape_in_array(self) -> tuple[int, ...]:
+    """Shape of the leaf for one unit in its array: without joined dims for a copy."""
+    if self.param is None or not self.is_copy:
+      return self.shape
+    units = self.param.units
+    return tuple(size for dim, size in enumerate(units.shape) if dim not in units.batch_dims)
+
+  def mapped_dim(self, number: int, batch_shape: tuple[int, ...]) -> int | None:
+    """Return the dim with a batch dim, the `number`-th, when those before are gone; None for another batch shape."""
+    if self.param is None or self.param.units.batch_shape != batch_shape:
+      return None
+    if self.is_copy:
+      return self.param.units.batch_dims[number] - number
+    return 0
 
 
 def _derive_axes(state: UnitsState, params_axes: LogicalAxes, params: Params) -> UnitsState:
@@ -381,7 +419,7 @@ def _derive_axes(state: UnitsState, params_axes: LogicalAxes, params: Params) ->
   axes_of_units = OptaxStatePartitionRules.derive_optax_logical_axes(
     treedef.unflatten(shapes),
     units.of_params(lambda param: param.unit_axes),
-    units.of_params(lambda param: param.unit_shape),
+    units.shapes,
   )
   derived = []
   for leaf, param, axes in zip(
