@@ -210,8 +210,7 @@ def _plan(statistics, exponents, ranks, *, num_slots: int, num_devices: int) -> 
     num_rows = len(positions)
     rows_per_slot = _divide_up(num_rows, num_slots)
     rows_per_device = _divide_up(rows_per_slot, num_devices)
-    num_pieces = _divide_up(4 * size * size * rows_per_device, _piece_bytes())
-    piece = _divide_up(rows_per_device, num_pieces)
+    piece = largest_piece(rows_per_device, size)
     num_pieces = _divide_up(rows_per_device, piece)
     batch = _Batch(
       size=size,
@@ -228,6 +227,12 @@ def _plan(statistics, exponents, ranks, *, num_slots: int, num_devices: int) -> 
     batches.append(batch)
     first_slot += batch.num_used_slots
   return batches
+
+
+def largest_piece(num_matrices: int, size: int) -> int:
+  """Return the number of matrices [size, size] that one device computes at a time, in pieces of about equal length."""
+  num_pieces = _divide_up(4 * size * size * num_matrices, _piece_bytes())
+  return _divide_up(num_matrices, num_pieces)
 
 
 def _piece_bytes() -> int:

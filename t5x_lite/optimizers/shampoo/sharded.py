@@ -34,6 +34,7 @@ from t5x_lite.optimizers.shampoo.placement import local_rows
 from t5x_lite.optimizers.shampoo.placement import rows_of_device
 from t5x_lite.optimizers.shampoo.placement import set_rows
 from t5x_lite.optimizers.shampoo.placement import take_rows
+from t5x_lite.optimizers.shampoo.root_balance import RootBalance
 from t5x_lite.optimizers.shampoo.root_plan import Shares
 from t5x_lite.optimizers.shampoo.state import GlobalShardedParameterStats
 from t5x_lite.optimizers.shampoo.state import InitFnState
@@ -399,6 +400,9 @@ def _update_roots(
   sizes = [size for _, size, _ in batches]
   exponents = [exponent for _, _, exponent in batches]
   tables = [local_rows(rows, devices.count, num_rows) for rows, _, _ in batches]
+  balance = None
+  if devices.count > 1 and not cfg.spread_roots:
+    balance = RootBalance(batches, devices, num_rows)
 
   def of_device(device, statistics, preconditioners, count):
     rows = [rows_of_device(table, device) for table, _ in tables]
@@ -420,6 +424,8 @@ def _update_roots(
 
     def with_new_roots(results):
       old, errors = results
+      if balance:
+        return balance.compute(device, statistics, old, count, cfg)
       stacks = unpadded(statistics)
       old_stacks = unpadded(old)
       if devices.count == 1:
