@@ -360,15 +360,19 @@ def _devices():
     ('kernels', *columns),
   )
   rows = []
-  for number in (8, 64):
-    row, figures = _compiled_step(number, 't5_small')
-    most = figures['most_root_flops']
-    share = figures['share_of_root_flops']
-    rows.append((*row, most / 1e9, share / 1e9, most / share))
+  for params, roots in (('t5_small', 'in one step'), ('t5_small_spread', 'spread over 20 steps')):
+    for number in (8, 64):
+      row, figures = _compiled_step(number, params)
+      most = figures.get('most_root_flops')
+      root_figures = ('', '', '')
+      if most:
+        share = figures['share_of_root_flops']
+        root_figures = (most / 1e9, share / 1e9, most / share)
+      rows.append((roots, *row, *root_figures))
   common.print_table(
     'Shampoo, sharded: one step of T5 1.1 small in blocks of 1024 on each device',
     rows,
-    (*columns, 'roots of the device with most, GFLOP', 'all roots / devices', 'ratio'),
+    ('roots', *columns, 'roots of the device with most, GFLOP', 'all / devices', 'ratio'),
   )
 
 

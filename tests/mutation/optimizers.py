@@ -367,7 +367,7 @@ MUTANTS = (
   Mutant(
     'all_devices_compute_as_many_roots_as_the_one_with_most',
     't5x_lite/optimizers/shampoo/root_balance.py',
-    'trips = rows_of_device(num_pieces, device)',
+    'trips = jnp.asarray(num_pieces)[device]',
     'trips = num_pieces.max()',
     'tests/optimizers/shampoo/test_root_balance.py::test_each_device_computes_its_own_number_of_roots',
   ),
@@ -393,11 +393,25 @@ MUTANTS = (
     'tests/optimizers/shampoo/test_root_balance.py::test_no_device_has_much_more_than_its_share',
   ),
   Mutant(
+    'devices_without_a_spread_root_compute_one',
+    't5x_lite/optimizers/shampoo/root_plan.py',
+    'lax.cond(is_busy, root_fn',
+    'lax.cond(True, root_fn',
+    'tests/optimizers/shampoo/test_root_plan.py::test_spread_roots_of_shares_are_computed_once',
+  ),
+  Mutant(
+    'few_spread_roots_are_sent_as_one_per_device',
+    't5x_lite/optimizers/shampoo/root_plan.py',
+    'batch.rows_per_slot >= num_devices',
+    'True',
+    'tests/optimizers/shampoo/test_root_plan.py::test_spread_roots_of_shares_are_computed_once',
+  ),
+  Mutant(
     'rounds_of_spread_roots_exceed_the_slot',
     't5x_lite/optimizers/shampoo/root_plan.py',
     ' & (positions < end)',
     '',
-    'tests/optimizers/shampoo/test_sharded.py::test_devices_change_no_matrix',
+    'tests/optimizers/shampoo/test_root_plan.py::test_spread_roots_of_shares_are_computed_once',
   ),
   Mutant(
     'units_are_not_told_by_the_axes',

@@ -16,10 +16,6 @@ import numpy as np
 from t5x_lite.optimizers.shampoo import root_plan
 from t5x_lite.optimizers.shampoo import update as update_lib
 from t5x_lite.optimizers.shampoo.config import ShampooConfig
-from t5x_lite.optimizers.shampoo.placement import Devices
-from t5x_lite.optimizers.shampoo.placement import rows_of_device
-from t5x_lite.optimizers.shampoo.placement import set_rows
-from t5x_lite.optimizers.shampoo.placement import take_rows
 from t5x_lite.optimizers.shampoo.roots import inverse_pth_root
 
 # Cost of a device relative to the mean, above which it sends matrices, and up to which its last pieces are filled.
@@ -33,8 +29,7 @@ class RootBalance:
   Row r < R of a device is its own; row R + s is the matrix that it gets in slot s.
 
   Attributes:
-    devices: the D devices.
-    num_rows: rows R of the global stack on each device.
+    num_rows: rows R of the global stack on each of D devices.
     transfers: int32 [T, D, 5], T collective operations in which some devices send a matrix each to different ones: the
       row that a device sends, its target, and the slot there; the slot in which it gets a matrix, and the source.
       Numbers are out of range for devices that send or get none. Roots are sent back in the same way.
@@ -44,26 +39,25 @@ class RootBalance:
   """
 
   def __init__(
-    self, batches: Sequence[tuple[np.ndarray, int, int]], devices: Devices, num_rows: int
+    self, batches: Sequence[tuple[np.ndarray, int, int]], num_devices: int, num_rows: int
   ):
     """Distribute the roots.
 
     Args:
       batches: (indices in the global stack, size, exponent) for each group of matrices with equal size and exponent.
-      devices: the devices.
+      num_devices: number of devices D.
       num_rows: rows R of the global stack on each device.
     """
-    self.devices = devices
     self.num_rows = num_rows
-    nothing = devices.count * num_rows
+    nothing = num_devices * num_rows
     costs = np.zeros(nothing)
     for indices, size, _ in batches:
       costs[indices] = float(size) ** 3
     owners, rows = np.divmod(np.arange(nothing), num_rows)
     loads = np.bincount(owners, costs)
     limit = _MAX_SHARE * loads.mean()
-    transfers = np.full([_MAX_TRANSFERS, devices.count, 5], nothing, np.int32)
-    num_received = np.zeros(devices.count, int)
+    transfers = np.full([_MAX_TRANSFERS, num_devices, 5], nothing, np.int32)
+    num_received = np.zeros(num_devices, int)
     while loads.max() > limit:
       source = loads.argmax()
       target = loads.argmin()
@@ -88,17 +82,17 @@ class RootBalance:
     # The classes with the most matrices gain the most by large pieces.
     by_length = sorted(batches, key=lambda batch: -len(batch[0]))
     for indices, size, exponent in by_length:
-      counts = np.bincount(owners[indices], minlength=devices.count)
+      counts = np.bincount(owners[indices], minlength=num_devices)
       piece = root_plan.largest_piece(counts.max(), size)
       while (loads + -counts % piece * float(size) ** 3).max() > limit:
         piece -= 1
       loads = loads + -counts % piece * float(size) ** 3
-      num_pieces = -(-counts // piece)
-      table = np.full([devices.count, num_pieces.max() * piece], nothing)
+      num_pieces = (-(-counts // piece)).astype(np.int32)
+      table = np.full([num_devices, num_pieces.max() * piece], nothing, np.int32)
       for device, count in enumerate(counts):
         table[device, :count] = rows[indices[owners[indices] == device]]
-      table = table.reshape(devices.count, -1, piece)
-      self.classes.append((size, exponent, np.int32(num_pieces), np.int32(table)))
+      table = table.reshape(num_devices, -1, piece)
+      self.classes.append((size, exponent, num_pieces, table))
 
   def compute(
     self,
@@ -106,6 +100,7 @@ class RootBalance:
     statistics: jax.Array,
     old: jax.Array,
     count: jax.Array,
+    axis_names: tuple[str, ...],
     cfg: ShampooConfig,
   ) -> tuple[jax.Array, jax.Array]:
     """Return the roots of a device's matrices and their errors; called on each device.
@@ -115,6 +110,7 @@ class RootBalance:
       statistics: float32 [R, n, n], the device's matrices, padded to the largest.
       old: float32 [R, n, n], previous roots, of which those of failed new ones are kept.
       count: int32 scalar, number of previous updates.
+      axis_names: mesh axes of the devices.
       cfg: options.
 
     Returns:
@@ -126,7 +122,7 @@ class RootBalance:
 
     def compute_piece(size, exponent, table, i, results):
       roots, received, errors = results
-      rows = rows_of_device(table, device)[i]
+      rows = jnp.asarray(table)[device, i]
       size = slice(size)
       slots = rows - num_rows
       is_own = slots < 0
@@ -142,39 +138,41 @@ class RootBalance:
       roots = roots.at[used_rows, size, size].set(new, mode='drop')
       slots = jnp.where(is_own, self.num_slots, slots)
       received = received.at[slots, size, size].set(new, mode='drop')
-      return roots, received, set_rows(errors, rows, new_errors)
+      return roots, received, errors.at[rows].set(new_errors)
 
     def send(array, targets):
       sources = np.flatnonzero(targets < len(targets))
       pairs = list(zip(sources, targets[sources], strict=True))
-      return lax.ppermute(array, self.devices.axis_names, pairs)
+      return lax.ppermute(array, axis_names, pairs)
 
     # Collectives follow each other: devices may not start them in different orders.
     never = update_lib.never([], count)
-    received = jnp.broadcast_to(jnp.eye(old.shape[-1]), [self.num_slots, *old.shape[1:]])
+    identity = jnp.eye(old.shape[-1], dtype=old.dtype)
+    received = jnp.broadcast_to(identity, [self.num_slots, *identity.shape])
     for transfer in self.transfers:
-      row, _, _, slot, _ = rows_of_device(transfer, device)
-      matrix = update_lib.after(never, take_rows(statistics, row))
+      row, _, _, slot, _ = jnp.asarray(transfer)[device]
+      matrix = update_lib.after(never, statistics.at[row].get(mode='clip'))
       matrix = send(matrix, transfer[:, 1])
       never = update_lib.never([matrix], count)
-      received = set_rows(received, slot, matrix)
+      received = received.at[slot].set(matrix, mode='drop')
     errors = jnp.full(num_rows + self.num_slots, threshold, jnp.float32)
     results = (old, received, errors)
     for size, exponent, num_pieces, table in self.classes:
       compute_pieces = functools.partial(compute_piece, size, exponent, table)
-      trips = rows_of_device(num_pieces, device)
+      trips = jnp.asarray(num_pieces)[device]
       results = lax.fori_loop(0, trips, compute_pieces, results)
     roots, received, errors = results
     if not len(self.transfers):
       return roots, errors[:num_rows]
-    all_errors = lax.all_gather(errors[num_rows:], self.devices.axis_names)
+    all_errors = lax.all_gather(errors[num_rows:], axis_names)
     never = update_lib.never([all_errors], count)
     for transfer in self.transfers:
-      row, target, target_slot, slot, _ = rows_of_device(transfer, device)
-      root = update_lib.after(never, take_rows(received, slot))
+      row, target, target_slot, slot, _ = jnp.asarray(transfer)[device]
+      root = update_lib.after(never, received.at[slot].get(mode='clip'))
       root = send(root, transfer[:, 4])
       never = update_lib.never([root], count)
       error = all_errors[target, target_slot]
-      roots = set_rows(roots, jnp.where(error < threshold, row, num_rows), root)
-      errors = set_rows(errors, row, error)
+      used_row = jnp.where(error < threshold, row, num_rows)  # none if NaN
+      roots = roots.at[used_row].set(root, mode='drop')
+      errors = errors.at[row].set(error, mode='drop')
     return roots, errors[:num_rows]

@@ -103,18 +103,10 @@ def compute_roots(
     for batch in batches:
       if shares:
         (i,) = batch.entries
-        kept[i], errors[i] = _refresh_share(
-          batch,
-          slot,
-          matrices[i],
-          shares.positions[i],
-          kept[i],
-          errors[i],
-          root_fn=root_fn,
-          axis_name=axis_name,
-          width=num_devices * min(batch.piece, max(shares.max_rows // num_devices, 1)),
-          failure_threshold=failure_threshold,
+        refresh_share = functools.partial(
+          _refresh_share, batch, shares, axis_name, root_fn, failure_threshold
         )
+        kept[i], errors[i] = refresh_share(slot, matrices[i], kept[i], errors[i])
         continue
       new = _refresh_batch(
         batch,
@@ -284,36 +276,48 @@ def _refresh_batch(
 
 
 def _refresh_share(
-  batch,
-  slot,
-  matrices,
-  positions,
-  old_roots,
-  old_errors,
-  *,
-  root_fn,
-  axis_name,
-  width,
-  failure_threshold,
+  batch, shares, axis_name, root_fn, failure_threshold, slot, matrices, old_roots, old_errors
 ):
   """Return the roots and errors of this device's share of a batch after one slot.
 
-  In each round the next `width` matrices of the slot are sent to the devices, and all get their roots.
+  In each round the next `width` matrices of the slot are sent to the devices, which compute their roots: the same
+  number of matrices to each device, or one to each of the first devices if a slot has fewer matrices than devices.
   """
+  (positions,) = [shares.positions[i] for i in batch.entries]
+  device = lax.axis_index(axis_name)
+  num_devices = lax.axis_size(axis_name)
+  is_scattered = batch.rows_per_slot >= num_devices
+  if is_scattered:
+    width = num_devices * min(batch.piece, max(shares.max_rows // num_devices, 1))
+  else:
+    width = batch.rows_per_slot
   slot = (slot - batch.first_slot) % batch.num_slots
   root_fn = jax.vmap(functools.partial(root_fn, p=batch.exponent))
+
+  def gathered(own):
+    if is_scattered:
+      return lax.all_gather(own, axis_name, tiled=True)
+    return lax.psum(
+      jnp.zeros([width, *own.shape[1:]]).at[device].set(own[0], mode='drop'), axis_name
+    )
 
   def refreshed(old_roots, old_errors):
     end = jnp.minimum((slot + 1) * batch.rows_per_slot, batch.num_rows)
 
     def next_round(i, results):
       roots, errors = results
-      index = positions - slot * batch.rows_per_slot - i * width
+      start = slot * batch.rows_per_slot + i * width
+      index = positions - start
       is_here = (index >= 0) & (index < width) & (positions >= 0) & (positions < end)
       rows = jnp.zeros([width, batch.size, batch.size], matrices.dtype)
       rows = rows.at[jnp.where(is_here, index, width)].set(matrices, mode='drop')
-      new_roots, new_errors = root_fn(lax.psum_scatter(rows, axis_name, tiled=True))
-      new_roots, new_errors = lax.all_gather((new_roots, new_errors), axis_name, tiled=True)
+      if is_scattered:
+        own = lax.psum_scatter(rows, axis_name, tiled=True)
+      else:
+        own = lax.dynamic_slice_in_dim(lax.psum(rows, axis_name), device, 1)
+      is_busy = start + device * len(own) < jnp.minimum(start + width, end)
+      results = lax.cond(is_busy, root_fn, lambda own: (own, jnp.zeros(len(own))), own)
+      new_roots, new_errors = jax.tree.map(gathered, results)
       index = jnp.clip(index, 0, width - 1)
       is_used = is_here & (new_errors[index] < failure_threshold)  # False if NaN
       return (

@@ -5,8 +5,9 @@ device stores only its share, whatever the shapes of the parameters. Momenta and
 are sharded like the parameter.
 
 A device computes with its own matrices, and gets only the blocks of gradients that belong to them (`placement`). A step
-uses the roots of the previous step. Roots are computed at the matrices' unpadded sizes, by the device that stores them;
-those that are spread over steps are distributed again in each step (`root_plan`).
+uses the roots of the previous step. Roots are computed at the matrices' unpadded sizes, by the device that stores them
+or one with fewer operations (`root_balance`); those that are spread over steps are distributed again in each step
+(`root_plan`).
 """
 
 from collections.abc import Callable, Sequence
@@ -402,7 +403,7 @@ def _update_roots(
   tables = [local_rows(rows, devices.count, num_rows) for rows, _, _ in batches]
   balance = None
   if devices.count > 1 and not cfg.spread_roots:
-    balance = RootBalance(batches, devices, num_rows)
+    balance = RootBalance(batches, devices.count, num_rows)
 
   def of_device(device, statistics, preconditioners, count):
     rows = [rows_of_device(table, device) for table, _ in tables]
@@ -425,7 +426,7 @@ def _update_roots(
     def with_new_roots(results):
       old, errors = results
       if balance:
-        return balance.compute(device, statistics, old, count, cfg)
+        return balance.compute(device, statistics, old, count, devices.axis_names, cfg)
       stacks = unpadded(statistics)
       old_stacks = unpadded(old)
       if devices.count == 1:

@@ -2,7 +2,8 @@
 
 As a program, `python -m tests.optimizers.shampoo.compiled_memory 64 replicated` prints the figures of 8 kernels
 1024 x 2048 for a number of devices, which must be in XLA_FLAGS too, as JSON; `sharded` kernels are sharded over them.
-`t5_small` are the parameters of T5 1.1 small, sharded too, in blocks of 1024.
+`t5_small` are the parameters of T5 1.1 small, sharded too, in blocks of 1024, `t5_small_spread` with roots that are
+spread over 20 steps.
 """
 
 import functools
@@ -24,7 +25,6 @@ from t5x_lite.layer_stacks import LayerStacks
 from t5x_lite.networks import t5
 from t5x_lite.optimizers.shampoo import roots
 from t5x_lite.optimizers.shampoo.blocks import make_layout
-from t5x_lite.optimizers.shampoo.placement import Devices
 from t5x_lite.optimizers.shampoo.root_balance import RootBalance
 
 _AXES = ('data', 'model')
@@ -84,7 +84,10 @@ def measure(num_devices, spec, shape, *, num_kernels=8, num_layers=None, **optio
 
 
 def measure_t5_small(num_devices, **options):
-  """Return the figures of `measure` and `root_flops` for T5 1.1 small, with each array sharded in its dim 0."""
+  """Return the figures of `measure` but 'matrices' for T5 1.1 small, with each array sharded in its first dim.
+
+  Unless roots are spread, the figures of `_root_flops` too.
+  """
   config = t5.T5Config(
     vocab_size=32128,
     emb_dim=512,
@@ -108,10 +111,12 @@ def measure_t5_small(num_devices, **options):
     return P(_AXES) if array.shape and array.shape[0] % num_devices == 0 else P()
 
   figures = _figures(num_devices, tx, params, state, axes_of)
-  return figures | root_flops(num_devices, params, options['block_size'])
+  if not options.get('spread_roots'):
+    figures |= _root_flops(num_devices, params, options['block_size'])
+  return figures
 
 
-def root_flops(num_devices, params, block_size):
+def _root_flops(num_devices, params, block_size):
   """Return {'most_root_flops', 'share_of_root_flops'}: FLOPs of the device with most, and of all divided by devices.
 
   A device's FLOPs are its number of pieces times those of the compiled root of a piece, with one iteration of each
@@ -124,7 +129,7 @@ def root_flops(num_devices, params, block_size):
   keys = [(size, layout.exponent) for layout in layouts for size in layout.sizes]
   batches = [(np.flatnonzero([key == each for each in keys]), *key) for key in sorted(set(keys))]
   num_rows = -(-len(keys) // num_devices)
-  balance = RootBalance(batches, Devices(_AXES, num_devices), num_rows)
+  balance = RootBalance(batches, num_devices, num_rows)
   flops = np.zeros(num_devices)
   share = 0.0
   for size, exponent, num_pieces, rows in balance.classes:
@@ -190,10 +195,15 @@ def _sizes(result):
 
 
 if __name__ == '__main__':
-  method = {'root_method': 'coupled_newton'}
-  if sys.argv[2] == 't5_small':
-    figures = measure_t5_small(int(sys.argv[1]), block_size=1024, **method)
+  count = int(sys.argv[1])
+  name = sys.argv[2]
+  options = {'root_method': 'coupled_newton'}
+  if name == 't5_small':
+    figures = measure_t5_small(count, block_size=1024, **options)
+  elif name == 't5_small_spread':
+    options |= {'spread_roots': True, 'preconditioning_compute_steps': 20}
+    figures = measure_t5_small(count, block_size=1024, **options)
   else:
-    kernel_spec = {'sharded': P(_AXES), 'replicated': P()}[sys.argv[2]]
-    figures = measure(int(sys.argv[1]), kernel_spec, (1024, 2048), **method)
+    kernel_spec = {'sharded': P(_AXES), 'replicated': P()}[name]
+    figures = measure(count, kernel_spec, (1024, 2048), **options)
   print(json.dumps(figures))

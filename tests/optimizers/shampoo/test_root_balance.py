@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from t5x_lite.optimizers.shampoo import placement
 from t5x_lite.optimizers.shampoo import root_balance
 
 _AXES = ('data', 'model')
@@ -37,8 +36,7 @@ def _t5_small_sizes():
 def _balance(sizes, num_devices):
   """Return (balance, rows of a device)."""
   num_rows = -(-len(sizes) // num_devices)
-  devices = placement.Devices(_AXES, num_devices)
-  return root_balance.RootBalance(_batches(sizes), devices, num_rows), num_rows
+  return root_balance.RootBalance(_batches(sizes), num_devices, num_rows), num_rows
 
 
 def _num_computed(table, num_pieces):
@@ -131,7 +129,7 @@ def test_each_device_computes_its_own_number_of_roots(monkeypatch):
   )
 
   def of_device(statistics, old):
-    return balance.compute(_device(), statistics, old, jnp.int32(0), cfg)
+    return balance.compute(_device(), statistics, old, jnp.int32(0), _AXES, cfg)
 
   mesh = Mesh(np.reshape(jax.devices()[:8], (4, 2)), _AXES, axis_types=(AxisType.Auto,) * 2)
   roots, errors = jax.jit(

@@ -261,7 +261,7 @@ def test_a_padded_size_below_the_size_is_rejected():
     roots.inverse_pth_root(jnp.eye(3), 2, roots.RootOptions(padded_size=2))
 
 
-@pytest.mark.parametrize('method,limit', [('eigh', 4e-8), ('coupled_newton', 2e-4)])
+@pytest.mark.parametrize('method,limit', [('eigh', 4e-8), ('coupled_newton', 1e-3)])
 def test_a_known_root_of_integers(method, limit):
   """The condition of the matrix is 7e5; its smallest eigenvalue follows from the characteristic polynomial."""
   matrix = np.array([[1195, -944, -224], [-944, 746, 177], [-224, 177, 42]])
