@@ -270,9 +270,14 @@ def _refresh_batch(
       results[1].append(jnp.where(is_here, new_errors[index], old_error).reshape(old_error.shape))
     return results
 
+  return _unless_unused(batch, slot, refreshed, old_roots, old_errors)
+
+
+def _unless_unused(batch, slot, refreshed, *old):
+  """Return `refreshed(*old)`, or the old roots and errors in slots without rows."""
   if batch.num_used_slots == batch.num_slots:
-    return refreshed(old_roots, old_errors)
-  return lax.cond(slot < batch.num_used_slots, refreshed, lambda *old: old, old_roots, old_errors)
+    return refreshed(*old)
+  return lax.cond(slot < batch.num_used_slots, refreshed, lambda *old: old, *old)
 
 
 def _refresh_share(
@@ -287,19 +292,17 @@ def _refresh_share(
   device = lax.axis_index(axis_name)
   num_devices = lax.axis_size(axis_name)
   is_scattered = batch.rows_per_slot >= num_devices
+  width = batch.rows_per_slot
   if is_scattered:
     width = num_devices * min(batch.piece, max(shares.max_rows // num_devices, 1))
-  else:
-    width = batch.rows_per_slot
   slot = (slot - batch.first_slot) % batch.num_slots
   root_fn = jax.vmap(functools.partial(root_fn, p=batch.exponent))
 
   def gathered(own):
     if is_scattered:
       return lax.all_gather(own, axis_name, tiled=True)
-    return lax.psum(
-      jnp.zeros([width, *own.shape[1:]]).at[device].set(own[0], mode='drop'), axis_name
-    )
+    zeros = jnp.zeros([width, *own.shape[1:]], own.dtype)
+    return lax.psum(zeros.at[device].set(own[0], mode='drop'), axis_name)
 
   def refreshed(old_roots, old_errors):
     end = jnp.minimum((slot + 1) * batch.rows_per_slot, batch.num_rows)
@@ -316,7 +319,8 @@ def _refresh_share(
       else:
         own = lax.dynamic_slice_in_dim(lax.psum(rows, axis_name), device, 1)
       is_busy = start + device * len(own) < jnp.minimum(start + width, end)
-      results = lax.cond(is_busy, root_fn, lambda own: (own, jnp.zeros(len(own))), own)
+      no_errors = jnp.zeros(len(own), jnp.float32)
+      results = lax.cond(is_busy, root_fn, lambda own: (own, no_errors), own)
       new_roots, new_errors = jax.tree.map(gathered, results)
       index = jnp.clip(index, 0, width - 1)
       is_used = is_here & (new_errors[index] < failure_threshold)  # False if NaN
@@ -329,9 +333,7 @@ def _refresh_share(
       0, _divide_up(batch.rows_per_slot, width), next_round, (old_roots, old_errors)
     )
 
-  if batch.num_used_slots == batch.num_slots:
-    return refreshed(old_roots, old_errors)
-  return lax.cond(slot < batch.num_used_slots, refreshed, lambda *old: old, old_roots, old_errors)
+  return _unless_unused(batch, slot, refreshed, old_roots, old_errors)
 
 
 def _rows_of_slot(batch, start, matrices, exponents):
