@@ -10,8 +10,10 @@ ratio is the median of those of the pairs, of wall time and of the process's CPU
 float64 eigendecomposition; the statistics are of random gradients whose rows and columns have scales over three orders
 of magnitude, so that conditions come near the largest that the ridge allows.
 
-The table by devices is of a compiled step of the sharded mode, for 8 kernels 1024 x 2048 on virtual CPU devices, and of
-no other machine's speed: memory per device, and operations, of which XLA counts one iteration of each loop.
+The tables by devices are of a compiled step of the sharded mode, for 8 kernels 1024 x 2048 and for T5 1.1 small in
+blocks of 1024, on virtual CPU devices, and of no other machine's speed: memory per device, and operations, of which XLA
+counts one iteration of each loop. Operations of the roots are those of a compiled piece, with one iteration of the
+method, times the number of pieces of the device with the most operations.
 """
 
 import argparse
@@ -348,34 +350,45 @@ def _steps(params, grads, args):
 
 def _devices():
   """Print memory and operations per device of compiled steps of the sharded mode."""
-  folder = pathlib.Path(__file__).resolve().parents[1]
   rows = []
   for kernels in ('sharded', 'replicated'):
-    for number in (1, 8, 16, 32, 64):
-      environment = os.environ | {'XLA_FLAGS': f'--xla_force_host_platform_device_count={number}'}
-      result = subprocess.run(
-        [sys.executable, '-m', 'tests.optimizers.shampoo.compiled_memory', str(number), kernels],
-        check=True,
-        stdout=subprocess.PIPE,
-        cwd=folder,
-        env=environment,
-      )
-      figures = json.loads(result.stdout)
-      rows.append(
-        (
-          kernels,
-          number,
-          figures['state'] / 1e6,
-          figures['temporaries'] / 1e6,
-          figures['collective'] / 1e6,
-          figures['flops'] / 1e9,
-        )
-      )
+    rows += [(kernels, *_compiled_step(number, kernels)[0]) for number in (1, 8, 16, 32, 64)]
+  columns = ('devices', 'state, MB', 'temporaries, MB', 'largest collective, MB', 'GFLOP')
   common.print_table(
     'Shampoo, sharded: one step on each device; matrices of one kernel have 16.8 MB',
     rows,
-    ('kernels', 'devices', 'state, MB', 'temporaries, MB', 'largest collective, MB', 'GFLOP'),
+    ('kernels', *columns),
   )
+  rows = []
+  for params, roots in (('t5_small', 'in one step'), ('t5_small_spread', 'spread over 20 steps')):
+    for number in (8, 64):
+      row, figures = _compiled_step(number, params)
+      most = figures.get('most_root_flops')
+      root_figures = ('', '', '')
+      if most:
+        share = figures['share_of_root_flops']
+        root_figures = (most / 1e9, share / 1e9, most / share)
+      rows.append((roots, *row, *root_figures))
+  common.print_table(
+    'Shampoo, sharded: one step of T5 1.1 small in blocks of 1024 on each device',
+    rows,
+    ('roots', *columns, 'roots of the device with most, GFLOP', 'all / devices', 'ratio'),
+  )
+
+
+def _compiled_step(num_devices, params):
+  """Return (a row of a table, all figures) of `compiled_memory`, in a process with that many devices."""
+  environment = os.environ | {'XLA_FLAGS': f'--xla_force_host_platform_device_count={num_devices}'}
+  result = subprocess.run(
+    [sys.executable, '-m', 'tests.optimizers.shampoo.compiled_memory', str(num_devices), params],
+    check=True,
+    stdout=subprocess.PIPE,
+    cwd=pathlib.Path(__file__).resolve().parents[1],
+    env=environment,
+  )
+  figures = json.loads(result.stdout)
+  sizes = [figures[name] / 1e6 for name in ('state', 'temporaries', 'collective')]
+  return (num_devices, *sizes, figures['flops'] / 1e9), figures
 
 
 if __name__ == '__main__':

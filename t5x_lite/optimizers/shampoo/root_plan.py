@@ -103,18 +103,10 @@ def compute_roots(
     for batch in batches:
       if shares:
         (i,) = batch.entries
-        kept[i], errors[i] = _refresh_share(
-          batch,
-          slot,
-          matrices[i],
-          shares.positions[i],
-          kept[i],
-          errors[i],
-          root_fn=root_fn,
-          axis_name=axis_name,
-          width=num_devices * min(batch.piece, max(shares.max_rows // num_devices, 1)),
-          failure_threshold=failure_threshold,
+        refresh_share = functools.partial(
+          _refresh_share, batch, shares, axis_name, root_fn, failure_threshold
         )
+        kept[i], errors[i] = refresh_share(slot, matrices[i], kept[i], errors[i])
         continue
       new = _refresh_batch(
         batch,
@@ -210,8 +202,7 @@ def _plan(statistics, exponents, ranks, *, num_slots: int, num_devices: int) -> 
     num_rows = len(positions)
     rows_per_slot = _divide_up(num_rows, num_slots)
     rows_per_device = _divide_up(rows_per_slot, num_devices)
-    num_pieces = _divide_up(4 * size * size * rows_per_device, _piece_bytes())
-    piece = _divide_up(rows_per_device, num_pieces)
+    piece = largest_piece(rows_per_device, size)
     num_pieces = _divide_up(rows_per_device, piece)
     batch = _Batch(
       size=size,
@@ -228,6 +219,12 @@ def _plan(statistics, exponents, ranks, *, num_slots: int, num_devices: int) -> 
     batches.append(batch)
     first_slot += batch.num_used_slots
   return batches
+
+
+def largest_piece(num_matrices: int, size: int) -> int:
+  """Return the number of matrices [size, size] that one device computes at a time, in pieces of about equal length."""
+  num_pieces = _divide_up(4 * size * size * num_matrices, _piece_bytes())
+  return _divide_up(num_matrices, num_pieces)
 
 
 def _piece_bytes() -> int:
@@ -273,42 +270,58 @@ def _refresh_batch(
       results[1].append(jnp.where(is_here, new_errors[index], old_error).reshape(old_error.shape))
     return results
 
+  return _unless_unused(batch, slot, refreshed, old_roots, old_errors)
+
+
+def _unless_unused(batch, slot, refreshed, *old):
+  """Return `refreshed(*old)`, or the old roots and errors in slots without rows."""
   if batch.num_used_slots == batch.num_slots:
-    return refreshed(old_roots, old_errors)
-  return lax.cond(slot < batch.num_used_slots, refreshed, lambda *old: old, old_roots, old_errors)
+    return refreshed(*old)
+  return lax.cond(slot < batch.num_used_slots, refreshed, lambda *old: old, *old)
 
 
 def _refresh_share(
-  batch,
-  slot,
-  matrices,
-  positions,
-  old_roots,
-  old_errors,
-  *,
-  root_fn,
-  axis_name,
-  width,
-  failure_threshold,
+  batch, shares, axis_name, root_fn, failure_threshold, slot, matrices, old_roots, old_errors
 ):
   """Return the roots and errors of this device's share of a batch after one slot.
 
-  In each round the next `width` matrices of the slot are sent to the devices, and all get their roots.
+  In each round the next `width` matrices of the slot are sent to the devices, which compute their roots: the same
+  number of matrices to each device, or one to each of the first devices if a slot has fewer matrices than devices.
   """
+  (positions,) = [shares.positions[i] for i in batch.entries]
+  device = lax.axis_index(axis_name)
+  num_devices = lax.axis_size(axis_name)
+  is_scattered = batch.rows_per_slot >= num_devices
+  width = batch.rows_per_slot
+  if is_scattered:
+    width = num_devices * min(batch.piece, max(shares.max_rows // num_devices, 1))
   slot = (slot - batch.first_slot) % batch.num_slots
   root_fn = jax.vmap(functools.partial(root_fn, p=batch.exponent))
+
+  def gathered(own):
+    if is_scattered:
+      return lax.all_gather(own, axis_name, tiled=True)
+    zeros = jnp.zeros([width, *own.shape[1:]], own.dtype)
+    return lax.psum(zeros.at[device].set(own[0], mode='drop'), axis_name)
 
   def refreshed(old_roots, old_errors):
     end = jnp.minimum((slot + 1) * batch.rows_per_slot, batch.num_rows)
 
     def next_round(i, results):
       roots, errors = results
-      index = positions - slot * batch.rows_per_slot - i * width
+      start = slot * batch.rows_per_slot + i * width
+      index = positions - start
       is_here = (index >= 0) & (index < width) & (positions >= 0) & (positions < end)
       rows = jnp.zeros([width, batch.size, batch.size], matrices.dtype)
       rows = rows.at[jnp.where(is_here, index, width)].set(matrices, mode='drop')
-      new_roots, new_errors = root_fn(lax.psum_scatter(rows, axis_name, tiled=True))
-      new_roots, new_errors = lax.all_gather((new_roots, new_errors), axis_name, tiled=True)
+      if is_scattered:
+        own = lax.psum_scatter(rows, axis_name, tiled=True)
+      else:
+        own = lax.dynamic_slice_in_dim(lax.psum(rows, axis_name), device, 1)
+      is_busy = start + device * len(own) < jnp.minimum(start + width, end)
+      no_errors = jnp.zeros(len(own), jnp.float32)
+      results = lax.cond(is_busy, root_fn, lambda own: (own, no_errors), own)
+      new_roots, new_errors = jax.tree.map(gathered, results)
       index = jnp.clip(index, 0, width - 1)
       is_used = is_here & (new_errors[index] < failure_threshold)  # False if NaN
       return (
@@ -320,9 +333,7 @@ def _refresh_share(
       0, _divide_up(batch.rows_per_slot, width), next_round, (old_roots, old_errors)
     )
 
-  if batch.num_used_slots == batch.num_slots:
-    return refreshed(old_roots, old_errors)
-  return lax.cond(slot < batch.num_used_slots, refreshed, lambda *old: old, old_roots, old_errors)
+  return _unless_unused(batch, slot, refreshed, old_roots, old_errors)
 
 
 def _rows_of_slot(batch, start, matrices, exponents):

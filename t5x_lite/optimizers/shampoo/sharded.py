@@ -5,8 +5,9 @@ device stores only its share, whatever the shapes of the parameters. Momenta and
 are sharded like the parameter.
 
 A device computes with its own matrices, and gets only the blocks of gradients that belong to them (`placement`). A step
-uses the roots of the previous step. Roots are computed at the matrices' unpadded sizes, by the device that stores them;
-those that are spread over steps are distributed again in each step (`root_plan`).
+uses the roots of the previous step. Roots are computed at the matrices' unpadded sizes, by the device that stores them
+or one with fewer operations (`root_balance`); those that are spread over steps are distributed again in each step
+(`root_plan`).
 """
 
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ from t5x_lite.optimizers.shampoo.placement import local_rows
 from t5x_lite.optimizers.shampoo.placement import rows_of_device
 from t5x_lite.optimizers.shampoo.placement import set_rows
 from t5x_lite.optimizers.shampoo.placement import take_rows
+from t5x_lite.optimizers.shampoo.root_balance import RootBalance
 from t5x_lite.optimizers.shampoo.root_plan import Shares
 from t5x_lite.optimizers.shampoo.state import GlobalShardedParameterStats
 from t5x_lite.optimizers.shampoo.state import InitFnState
@@ -399,6 +401,9 @@ def _update_roots(
   sizes = [size for _, size, _ in batches]
   exponents = [exponent for _, _, exponent in batches]
   tables = [local_rows(rows, devices.count, num_rows) for rows, _, _ in batches]
+  balance = None
+  if devices.count > 1 and not cfg.spread_roots:
+    balance = RootBalance(batches, devices.count, num_rows)
 
   def of_device(device, statistics, preconditioners, count):
     rows = [rows_of_device(table, device) for table, _ in tables]
@@ -420,6 +425,8 @@ def _update_roots(
 
     def with_new_roots(results):
       old, errors = results
+      if balance:
+        return balance.compute(device, statistics, old, count, devices.axis_names, cfg)
       stacks = unpadded(statistics)
       old_stacks = unpadded(old)
       if devices.count == 1:

@@ -366,6 +366,23 @@ def root_exponent(layout: BlockLayout, cfg: ShampooConfig) -> int:
   return cfg.exponent_override or layout.exponent
 
 
+def root_options(padded_size: int | None, cfg: ShampooConfig) -> RootOptions:
+  """Return the options of the roots of matrices that the original would pad to this size.
+
+  Statistics stored as integers are padded by zeros, as the original pads the scales of their columns.
+  """
+  pad_value = 1.0
+  if cfg.statistics_are_quantized:
+    pad_value = 0.0
+  return RootOptions(
+    method=cfg.root_method,
+    ridge_epsilon=cfg.matrix_epsilon,
+    precision=cfg.precision,
+    padded_size=padded_size,
+    pad_value=pad_value,
+  )
+
+
 def compute_stack_roots(
   statistics: Sequence[jax.Array],
   exponents: Sequence[int],
@@ -379,19 +396,8 @@ def compute_stack_roots(
 ) -> tuple[list[jax.Array], list[jax.Array]]:
   """Return the roots of stacks of float32 statistics and their errors, with the options in `cfg`; see `compute_roots`.
 
-  Statistics stored as integers are padded by zeros, as the original pads the scales of their columns. Spread roots are
-  not all computed in the first step if every root is computed before a preconditioner is used.
+  Spread roots are not all computed in the first step if every root is computed before a preconditioner is used.
   """
-  pad_value = 1.0
-  if cfg.statistics_are_quantized:
-    pad_value = 0.0
-  options = RootOptions(
-    method=cfg.root_method,
-    ridge_epsilon=cfg.matrix_epsilon,
-    precision=cfg.precision,
-    padded_size=padded_size,
-    pad_value=pad_value,
-  )
   spread_over = 1
   if cfg.spread_roots:
     spread_over = cfg.preconditioning_compute_steps
@@ -402,7 +408,7 @@ def compute_stack_roots(
     exponents,
     old,
     count,
-    options=options,
+    options=root_options(padded_size, cfg),
     failure_threshold=cfg.inverse_failure_threshold,
     spread_over=spread_over,
     ranks=ranks,

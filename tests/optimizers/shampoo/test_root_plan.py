@@ -278,3 +278,42 @@ def test_large_batches_go_in_pieces(monkeypatch):
     jax.make_mesh((2,), ('data',), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
   ):
     _assert_all_computed(*compute(statistics, _identities()), _one_by_one(statistics))
+
+
+@pytest.mark.parametrize('spread_over,num_due,is_small', [(5, 4, True), (2, 10, False)])
+def test_spread_roots_of_shares_are_computed_once(spread_over, num_due, is_small, monkeypatch):
+  """By a function that counts its calls. Few matrices are not sent as one per device."""
+  axes = ('data', 'model')
+  calls = []
+
+  def twice(matrix, p, options):
+    jax.debug.callback(calls.append, matrix[0, 0])
+    return matrix * p / 2, jnp.float32(0)
+
+  monkeypatch.setattr(roots, 'inverse_pth_root', twice)
+  statistics = np.random.default_rng(0).uniform(1, 2, [24, 4, 4]).astype(np.float32)
+  positions = np.where(np.arange(24) < 20, np.arange(24), -1)
+
+  def fn(statistics, previous, positions):
+    shares = root_plan.Shares([positions], [20], 8)
+    found, _ = root_plan.compute_roots(
+      [statistics],
+      [4],
+      [previous],
+      jnp.int32(0),
+      spread_over=spread_over,
+      all_at_first=False,
+      axis_name=axes,
+      shares=shares,
+    )
+    return found[0]
+
+  mapped = jax.shard_map(fn, mesh=_mesh(), in_specs=P(axes), out_specs=P(axes), check_vma=False)
+  compiled = jax.jit(mapped).lower(statistics, 0 * statistics, positions).compile()
+  found = compiled(statistics, 0 * statistics, positions)
+  jax.effects_barrier()
+  expected = 0 * statistics
+  expected[:num_due] = 2 * statistics[:num_due]
+  np.testing.assert_array_equal(found, expected)
+  assert sorted(calls) == sorted(statistics[:num_due, 0, 0])
+  assert ('f32[8,4,4]' not in compiled.as_text()) == is_small

@@ -1,5 +1,6 @@
 """Shampoo's inverse roots: recorded numbers of the original, a float64 reading of its padding, the plan over steps."""
 
+import fractions
 import functools
 
 import jax
@@ -258,3 +259,23 @@ def test_a_padded_size_below_the_size_is_rejected():
     ConfigError, match='padded_size` must be at least the size of the matrix, 3, got 2'
   ):
     roots.inverse_pth_root(jnp.eye(3), 2, roots.RootOptions(padded_size=2))
+
+
+@pytest.mark.parametrize('method,limit', [('eigh', 4e-8), ('coupled_newton', 1e-3)])
+def test_a_known_root_of_integers(method, limit):
+  """The condition of the matrix is 7e5; its smallest eigenvalue follows from the characteristic polynomial."""
+  matrix = np.array([[1195, -944, -224], [-944, 746, 177], [-224, 177, 42]])
+  exact = np.array([[1, 1, 1], [1, 2, -3], [1, -3, 18]])
+  np.testing.assert_array_equal(exact @ exact @ matrix, np.eye(3))
+  options = roots.RootOptions(method=method, ridge_epsilon=0.0)
+  root, _ = jax.jit(functools.partial(roots.inverse_pth_root, p=2, options=options))(
+    jnp.asarray(matrix, jnp.float32)
+  )
+  assert np.abs(np.float64(root) - exact).max() <= limit * exact.max()
+  np.testing.assert_allclose(np.linalg.eigvalsh(np.float64(matrix))[0], 2.8963977e-3, rtol=1e-8)
+  # Exact: x^3 - 1983 x^2 + 351 x - 1 changes its sign at the eigenvalue, and is 0 at no other value below 0.17.
+  signs = []
+  for number in (28963977, 28963978, 29008677):
+    x = fractions.Fraction(number, 10**10)
+    signs.append(x**3 - 1983 * x**2 + 351 * x - 1 > 0)
+  assert signs == [False, True, True]
