@@ -385,6 +385,9 @@ def check_start(
       raise CheckpointError(
         f'{error} It was saved with the optimizer {saved_with}; this run uses {own}.'
       ) from error
+    remedy = _optimizer_remedy(start, state_shape)
+    if remedy is not None:
+      raise CheckpointError(f'{error} {remedy}') from error
     raise
   has_builders = start.restore_cfg is not None and bool(start.restore_cfg.builders)
   # Most builders drop the state of the optimizer.
@@ -397,6 +400,15 @@ def check_start(
     )
   _check_scales(start.chain, state_shape, model)
   return fit
+
+
+def _optimizer_remedy(start: StartingPoint, state_shape: Any) -> str | None:
+  """Return the option of the optimizer with which its state fits, a sentence, or None."""
+  if start.path is None or isinstance(state_shape, InferenceState):
+    return None
+  stored = checkpoints.open_source(start.path).shapes()
+  wanted = tree_utils.flatten_dict(state_shape.state_dict())
+  return state_shape.optimizer_def.restore_remedy(stored, wanted)
 
 
 def _other_trained(start: StartingPoint, model: models.BaseModel, shape: Any) -> str | None:

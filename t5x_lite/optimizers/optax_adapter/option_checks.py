@@ -5,6 +5,7 @@ nearly all factories, so one table by name serves all of them; a second table ha
 """
 
 from collections.abc import Mapping
+import re
 from typing import Any
 
 import jax
@@ -64,6 +65,22 @@ def _dimension_numbers(kind: type) -> Expectation:
         for leaf in jax.tree.leaves(value, is_leaf=lambda node: isinstance(node, kind))
       )
     ),
+  )
+
+
+def _are_coefficients(value: Any) -> bool:
+  if isinstance(value, str):
+    return value in ('standard', 'dion')
+  coefficients = np.asarray(value, np.float64)
+  shape = coefficients.shape
+  return len(shape) in (1, 2) and shape[-1] == 3 and bool(np.all(np.isfinite(coefficients)))
+
+
+def _are_matrices(value: Any) -> bool:
+  if isinstance(value, str):
+    return value == 'two_dims'
+  return isinstance(value, (list, tuple)) and all(
+    re.compile(pattern) and isinstance(is_matrix, bool) for pattern, is_matrix in value
   )
 
 
@@ -197,7 +214,19 @@ _EXPECTATIONS: dict[str, Expectation] = {
   **dict.fromkeys(('mask', 'trust_ratio_mask', 'weight_decay_mask'), _MASK),
   # Statistics of an integer dtype would be 0.
   **dict.fromkeys(('accumulator_dtype', 'dtype_momentum', 'mu_dtype', 'state_dtype'), _DTYPE),
-  'muon_weight_dimension_numbers': _dimension_numbers(optax.contrib.MuonDimensionNumbers),
+  'matrices': Expectation(
+    "'two_dims' or pairs (regular expression, True or False)",
+    _are_matrices,
+    "Write [('^decoder/', False)].",
+  ),
+  'muon_weight_dimension_numbers': Expectation(
+    'None',
+    lambda value: value is None,
+    'The dims of matrices follow from the logical axes of the parameters; muon.matrices chooses arrays.',
+  ),
+  'ns_coeffs': Expectation(
+    "'standard', 'dion', three numbers, or three numbers for each iteration", _are_coefficients
+  ),
   'weight_dimension_numbers': _dimension_numbers(optax.contrib.GaLoreDimensionNumbers),
   'preconditioning': checks.one_of(('frobenius', 'spectral', 'aol', 'schatten')),
   'variant': checks.one_of(('sps', 'sps+')),
@@ -244,7 +273,6 @@ UNCHECKED = frozenset(
     'hessian_diagonal_fn',
     'key',
     'linesearch',
-    'ns_coeffs',
     'seed',
   )
 )

@@ -186,6 +186,26 @@ def scale_per_parameter(
   )
 
 
+def add_decayed_weights(
+  weight_decay: Any, mask: Any, scales: ParamScales
+) -> optax.GradientTransformation:
+  """Return `optax.add_decayed_weights` with the factors of the weight decay by parameter, and the same state."""
+  return scale_per_parameter(
+    lambda _, factor: optax.add_decayed_weights(_times(weight_decay, factor), mask),
+    scales,
+    multiplies_updates=False,
+  )
+
+
+def scale_by_learning_rate(learning_rate: Any, scales: ParamScales) -> optax.GradientTransformation:
+  """Return `optax.scale_by_learning_rate` with the factors of the learning rate by parameter, and the same state."""
+  return scale_per_parameter(
+    lambda factor, _: optax.scale_by_learning_rate(_times(learning_rate, factor)),
+    scales,
+    multiplies_updates=False,
+  )
+
+
 def _choose(treedef: PyTreeDef, chosen: Sequence[int], nodes: Sequence[PyTree]) -> PyTree:
   """Return a tree like each of `nodes`, whose values for a parameter are those of its chosen node.
 
