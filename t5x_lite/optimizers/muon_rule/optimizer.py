@@ -233,7 +233,10 @@ def _orthogonalized_momentum(
       return choice.units.of(path, g).split(average.astype(g.dtype))
 
     averages, treedef = jax.tree.flatten(tree_utils.map_with_names(averaged, mu, updates))
-    directions = orthogonalize(averages, iteration)
+    batch_axes = [
+      choice.units.of(path, grad).batch_axes for path, grad in tree_utils.named_leaves(updates)
+    ]
+    directions = orthogonalize(averages, batch_axes, iteration)
     if adaptive:
       directions = [
         jnp.sum(x.conj() * y, axis=(-2, -1), keepdims=True) * y

@@ -13,6 +13,8 @@ import functools
 import math
 from typing import Any
 
+from flax.linen.spmd import get_logical_axis_rules
+from flax.linen.spmd import logical_to_mesh_axes
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -91,40 +93,98 @@ class Iteration:
     return lax.rsqrt(jnp.maximum(size, self.eps))
 
 
-def orthogonalize(matrices: Sequence[Array], iteration: Iteration) -> list[Array]:
+def orthogonalize(
+  matrices: Sequence[Array], batch_axes: Sequence[Sequence[str | None]], iteration: Iteration
+) -> list[Array]:
   """Return orthogonalized matrices.
 
   Args:
-    matrices: <float>[..., m, n] each.
+    matrices: <float>[*batch, m, n] each.
+    batch_axes: logical axis name of each batch dim of each of them, or None.
     iteration: options.
 
   Returns:
     Arrays of the same shapes.
   """
+  mesh = root_plan.mesh_to_spread_over()
+  members = []
   groups: dict[Any, list[int]] = {}
-  for i, matrix in enumerate(matrices):
-    groups.setdefault((*sorted(matrix.shape[-2:]), matrix.dtype), []).append(i)
+  for i, (matrix, names) in enumerate(zip(matrices, batch_axes, strict=True)):
+    kept_dim, kept_axes = _sharded_dim(mesh, matrix.shape, names)
+    members.append(_Member(shape=matrix.shape, kept_dim=kept_dim, kept_axes=kept_axes))
+    groups.setdefault((members[i].row_shape, kept_axes, matrix.dtype), []).append(i)
   results = list(matrices)
-  for (rows, cols, _), members in groups.items():
-    stacks = [_wide(matrices[i]).reshape(-1, rows, cols) for i in members]
-    joined = _on_all_devices(functools.partial(_in_pieces, iteration), jnp.concatenate(stacks))
-    ends = np.cumsum([len(stack) for stack in stacks])
-    for i, part in zip(members, jnp.split(joined, ends[:-1]), strict=True):
-      shape = matrices[i].shape
-      wide = part.reshape(*shape[:-2], rows, cols)
-      results[i] = wide if wide.shape == shape else _transposed(wide)
+  for (_, kept_axes, _), indices in groups.items():
+    parts = [members[i].to_rows(matrices[i]) for i in indices]
+    stack = _on_all_devices(
+      functools.partial(_in_pieces, iteration), jnp.concatenate(parts), mesh, kept_axes
+    )
+    ends = np.cumsum([len(part) for part in parts])
+    for i, part in zip(indices, jnp.split(stack, ends[:-1]), strict=True):
+      results[i] = members[i].from_rows(part)
   return results
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Member:
+  """Matrices of an array as rows [k, rows, cols] of a stack, with rows <= cols.
+
+  Attributes:
+    shape: shape of the array, [*batch, m, n].
+    kept_dim: batch dim that is sharded, of size k, such as that of experts; None, and k = 1, without one.
+    kept_axes: mesh axes of this dim.
+  """
+
+  shape: tuple[int, ...]
+  kept_dim: int | None
+  kept_axes: tuple[str, ...]
+
+  @property
+  def row_shape(self) -> tuple[int, int, int]:
+    """[k, rows, cols]."""
+    kept = 1 if self.kept_dim is None else self.shape[self.kept_dim]
+    rows, cols = sorted(self.shape[-2:])
+    return kept, rows, cols
+
+  @property
+  def _is_tall(self) -> bool:
+    return self.shape[-2] > self.shape[-1]
+
+  def to_rows(self, array: Array) -> Array:
+    """Return the rows [n, k, rows, cols] of the array."""
+    if self._is_tall:
+      array = _transposed(array)
+    if self.kept_dim is not None:
+      array = jnp.moveaxis(array, self.kept_dim, -3)
+    return array.reshape(-1, *self.row_shape)
+
+  def from_rows(self, rows: Array) -> Array:
+    """Return the inverse of `to_rows`."""
+    batch = list(self.shape[:-2])
+    if self.kept_dim is not None:
+      batch.append(batch.pop(self.kept_dim))
+    array = rows.reshape(*batch, *self.row_shape[1:])
+    if self.kept_dim is not None:
+      array = jnp.moveaxis(array, -3, self.kept_dim)
+    return _transposed(array) if self._is_tall else array
+
+
+def _sharded_dim(
+  mesh: jax.sharding.AbstractMesh | None, shape: Sequence[int], names: Sequence[str | None]
+) -> tuple[int | None, tuple[str, ...]]:
+  """Return the first batch dim that the rules in context shard over the mesh, with its mesh axes; (None, ())."""
+  if mesh:
+    entries = logical_to_mesh_axes(names, get_logical_axis_rules()) or ()
+    for dim, entry in enumerate(entries):
+      axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+      is_known = set(axes) <= set(mesh.axis_names)
+      if axes and is_known and shape[dim] % math.prod(mesh.shape[axis] for axis in axes) == 0:
+        return dim, axes
+  return None, ()
 
 
 def _transposed(x: Array) -> Array:
   return jnp.swapaxes(x, -1, -2)
-
-
-def _wide(x: Array) -> Array:
-  """Return matrices [..., m, n] with m <= n, transposed if they are tall."""
-  if x.shape[-2] > x.shape[-1]:
-    return _transposed(x)
-  return x
 
 
 def _in_pieces(fn: Callable[[Array], Array], stack: Array) -> Array:
@@ -151,25 +211,38 @@ def _piece_bytes() -> int:
   return 2**28
 
 
-def _on_all_devices(fn: Callable[[Array], Array], stack: Array) -> Array:
-  """Return `fn` of a stack [n, rows, cols], of which each device of the current mesh computes its share of n.
+def _on_all_devices(
+  fn: Callable[[Array], Array],
+  stack: Array,
+  mesh: jax.sharding.AbstractMesh | None,
+  kept_axes: tuple[str, ...],
+) -> Array:
+  """Return `fn` of all matrices of a stack [n, k, rows, cols], of which each device of the mesh computes its share.
 
-  Before and after, the stack is sharded over its columns: the partitioner moves a dim to another one by an all-to-all,
-  but gathers the entire stack on every device if it has to move two dims to one.
+  k stays sharded over `kept_axes`, and the other axes of the mesh share n. Before and after, these axes shard the
+  columns: the partitioner moves the axes of one dim to another one by an all-to-all, but gathers the entire stack on
+  every device if it has to move those of two dims.
   """
-  mesh = root_plan.mesh_to_spread_over()
+  row_shape = stack.shape[1:]
+
+  def flat_fn(rows: Array) -> Array:
+    return fn(rows.reshape(-1, *row_shape[1:])).reshape(rows.shape)
+
   if not mesh:
-    return fn(stack)
-  num_matrices, _, num_cols = stack.shape
-  spare_cols = [(0, 0), (0, 0), (0, -num_cols % mesh.size)]
-  by_column = PartitionSpec(None, None, mesh.axis_names)
-  by_matrix = PartitionSpec(mesh.axis_names)
+    return flat_fn(stack)
+  axes = tuple(axis for axis in mesh.axis_names if axis not in kept_axes)
+  num_shares = math.prod(mesh.shape[axis] for axis in axes)
+  num_rows = len(stack)
+  num_cols = row_shape[-1]
+  by_column = PartitionSpec(None, kept_axes, None, axes)
+  by_row = PartitionSpec(axes, kept_axes)
+  spare_cols = [(0, 0), (0, 0), (0, 0), (0, -num_cols % num_shares)]
 
-  def own_share(share: Array) -> Array:
-    return jnp.pad(fn(share[..., :num_cols]), spare_cols)
+  def own_share(rows: Array) -> Array:
+    return jnp.pad(flat_fn(rows[..., :num_cols]), spare_cols)
 
-  stack = jnp.pad(stack, [(0, -num_matrices % mesh.size), *spare_cols[1:]])
+  stack = jnp.pad(stack, [(0, -num_rows % num_shares), *spare_cols[1:]])
   stack = lax.with_sharding_constraint(stack, by_column)
-  on_each = jax.shard_map(own_share, in_specs=by_matrix, out_specs=by_matrix, check_vma=False)
+  on_each = jax.shard_map(own_share, in_specs=by_row, out_specs=by_row, check_vma=False)
   stack = lax.with_sharding_constraint(on_each(stack), by_column)
-  return stack[:num_matrices, :, :num_cols]
+  return stack[:num_rows, ..., :num_cols]
