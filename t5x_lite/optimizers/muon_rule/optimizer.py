@@ -102,12 +102,6 @@ def muon(
   Raises:
     ConfigError: a value out of range; when the state is made, an expression without effect or an array that is no
       matrix.
-
-  >>> optimizer = muon(0.02, matrices=[('^decoder/', False)])
-  >>> params = {'encoder': {'kernel': jnp.ones([2, 3])}, 'decoder': {'kernel': jnp.ones([2, 3])}}
-  >>> updated = optimizer.create(params).apply_gradient(params)
-  >>> round(float(updated.target['decoder']['kernel'][0, 0]), 3)
-  0.98
   """
   options = dict(locals())
   scalars.check_learning_rate(learning_rate, choice_lib.OWNER)
@@ -176,7 +170,6 @@ class _MuonWrapper(OptaxWrapper):
       return choice.label_of(path, param)
 
     common = dict(
-      extra_args=(),
       rebuild=lambda axes, _: _MuonWrapper(build, options, axes, scales, logged),
       name=choice_lib.OWNER,
       stacking_key_fn=stacking_key,

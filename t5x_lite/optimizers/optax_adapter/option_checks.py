@@ -5,7 +5,6 @@ nearly all factories, so one table by name serves all of them; a second table ha
 """
 
 from collections.abc import Mapping
-import re
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from t5x_lite.optimizers.base.scalars import FLOATING_DTYPE
 from t5x_lite.optimizers.base.scalars import check_learning_rate
 from t5x_lite.optimizers.base.scalars import scalar
 from t5x_lite.schedules import check_learning_rate_fn
+from t5x_lite.trainer import step_params
 
 
 def check_options(factory: str, arguments: Mapping[str, Any]) -> None:
@@ -79,9 +79,7 @@ def _are_coefficients(value: Any) -> bool:
 def _are_matrices(value: Any) -> bool:
   if isinstance(value, str):
     return value == 'two_dims'
-  return isinstance(value, (list, tuple)) and all(
-    re.compile(pattern) and isinstance(is_matrix, bool) for pattern, is_matrix in value
-  )
+  return step_params.are_rules(value, lambda is_matrix: isinstance(is_matrix, bool))
 
 
 def _is_mask(value: Any) -> bool:
