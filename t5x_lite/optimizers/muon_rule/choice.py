@@ -1,7 +1,8 @@
 """Choice of the arrays whose updates Muon orthogonalizes; AdamW updates all others."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import dataclasses
+import functools
 import logging
 import re
 from typing import Any
@@ -23,7 +24,7 @@ ADAM = 'adam'
 # matrix with such a dim is a list of vectors, and not a map between spaces of activations.
 _LISTED_AXES = frozenset(('vocab', 'relpos_buckets', 'abspos_buckets', 'length', 'unmodeled'))
 # Names of the momenta and of AdamW's moments in a state dict.
-_MOMENTS = re.compile(rf'(?:.*/)?inner_states/({MUON}|{ADAM})/inner_state/0/mu/(.+)')
+_MOMENTS = re.compile(rf'.*/inner_states/(?P<label>{MUON}|{ADAM})/inner_state/0/mu/(?P<path>.+)')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,31 +42,22 @@ class MatrixChoice:
   _logged: set[str] = dataclasses.field(default_factory=set, compare=False, repr=False)
 
   @classmethod
-  def of(
-    cls, matrices: Any, param_logical_axes: LogicalAxes | None, logged: set[str]
-  ) -> 'MatrixChoice':
+  def of(cls, matrices: Any, axes: LogicalAxes | None, logged: set[str]) -> 'MatrixChoice':
     """Return the choice for the option `matrices`.
 
     Args:
       matrices: see `optimizers.muon`.
-      param_logical_axes: `PartitionSpec` of logical names for each parameter; None if they are unknown.
+      axes: `PartitionSpec` of logical names for each parameter; None if they are unknown.
       logged: texts that were logged.
     """
     if matrices == TWO_DIMS:
       return cls(rules=(), units=UnitsByPath(), _logged=logged)
-    rules = tuple((pattern, chosen) for pattern, chosen in matrices)
-    return cls(rules=rules, units=UnitsByPath(param_logical_axes), _logged=logged)
+    return cls(rules=tuple(map(tuple, matrices)), units=UnitsByPath(axes), _logged=logged)
 
   def label_of(self, path: str, array: Any) -> str:
     """Return `MUON` or `ADAM` for the array, or object with a shape, at a '/'-joined path."""
-    rule = self._rule_of(path)
-    if rule is None:
-      is_matrix = _is_kernel(self.units.of(path, array))
-    else:
-      _, is_matrix = rule
-    if is_matrix:
-      return MUON
-    return ADAM
+    _, is_matrix = self._rule_of(path) or ('', _is_kernel(self.units.of(path, array)))
+    return MUON if is_matrix else ADAM
 
   def labels(self, params: PyTree) -> PyTree:
     """Return a tree like the parameters with the label of each array."""
@@ -81,30 +73,25 @@ class MatrixChoice:
       ConfigError: names the rule.
     """
     named = list(tree_utils.named_leaves(params))
-    unused = set(self.rules)
-    for path, array in named:
-      rule = self._rule_of(path)
-      unused.discard(rule)
-      shape = self.units.of(path, array).unit_shape
-      if rule is not None and rule[1] and len(shape) != 2:
-        raise checks.invalid(
-          OWNER,
-          'matrices',
-          f'False for {path!r}, which consists of arrays of the shape {list(shape)}, and not of matrices',
-          rule,
-          "Correct the expression, or name the dims that number layers or experts: 'layers', 'expert'.",
-        )
+    invalid = functools.partial(checks.invalid, OWNER, 'matrices')
+    used = {self._rule_of(path) for path, _ in named}
     for rule in self.rules:
-      if named and rule in unused:
-        raise checks.invalid(
-          OWNER,
-          'matrices',
+      if named and rule not in used:
+        raise invalid(
           f'expressions of which each is the first match of a parameter such as {named[0][0]!r}',
           rule,
           'Correct it, move it up, or remove it.',
         )
-    chosen = [array for path, array in named if self.label_of(path, array) == MUON]
-    share = tree_utils.num_elements(chosen) / max(tree_utils.num_elements(params), 1)
+    chosen = [each for each in named if self.label_of(*each) == MUON]
+    for path, array in chosen:
+      shape = self.units.of(path, array).unit_shape
+      if len(shape) != 2:
+        raise invalid(
+          f'False for {path!r}, which consists of arrays of the shape {list(shape)}, and not of matrices',
+          self._rule_of(path),
+          "Correct the expression, or name the dims that number layers or experts: 'layers', 'expert'.",
+        )
+    share = tree_utils.num_elements(dict(chosen)) / max(tree_utils.num_elements(params), 1)
     text = (
       f'Muon orthogonalizes the updates of {len(chosen)} arrays with {share:.1%} of the parameters; AdamW updates '
       f'{len(named) - len(chosen)} arrays.'
@@ -128,33 +115,23 @@ def restore_remedy(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str 
   """Return how to resume a run whose choice of arrays differs, a sentence, or None if it does not.
 
   Args:
-    stored: shapes of the arrays of the checkpoint, by name, objects with `shape`.
+    stored: arrays of the checkpoint or their shapes, by name.
     wanted: arrays of the state of this run, by name.
   """
-  before = _paths_by_label(stored)
-  now = _paths_by_label(wanted)
-  if not before[MUON] or before[MUON] == now[MUON]:
+  before = _labels_by_path(stored)
+  now = _labels_by_path(wanted)
+  if all(now.get(path, label) == label for path, label in before.items()):
     return None
-  has_two_dims = {
-    label: [len(stored[name].shape) == 2 for name in paths.values()]
-    for label, paths in before.items()
-  }
-  if all(has_two_dims[MUON]) and not any(has_two_dims[ADAM]):
+  remedy = f'Set `{OWNER}.matrices` as before'
+  has_two_dims = {path for path in before if len(stored[f'target/{path}'].shape) == 2}
+  if has_two_dims == {path for path, label in before.items() if label == MUON}:
     remedy = f"Set `{OWNER}.matrices` to '{TWO_DIMS}', which chooses them"
-  else:
-    remedy = f'Set `{OWNER}.matrices` as before'
   return (
-    f'Its run orthogonalized the updates of {len(before[MUON])} arrays, and this one does so for {len(now[MUON])}. '
-    f'{remedy}, or start a new run from its parameters in another MODEL_DIR.'
+    f'Muon had other arrays. {remedy}, or start a new run from the parameters in another MODEL_DIR.'
   )
 
 
-def _paths_by_label(names: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-  """Return, for each label, the names of the first moments by the path of their parameter."""
-  found = {MUON: {}, ADAM: {}}
-  for name in names:
-    match = _MOMENTS.fullmatch(name)
-    if match:
-      label, path = match.groups()
-      found[label][path] = name
-  return found
+def _labels_by_path(names: Iterable[str]) -> dict[str, str]:
+  """Return the label of each parameter with a momentum or AdamW's first moment among the names."""
+  matches = filter(None, map(_MOMENTS.fullmatch, names))
+  return {match['path']: match['label'] for match in matches}

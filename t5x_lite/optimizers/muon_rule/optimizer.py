@@ -5,6 +5,7 @@ began with optax's continue.
 """
 
 from collections.abc import Callable, Mapping
+import functools
 import math
 from typing import Any
 
@@ -18,16 +19,12 @@ from t5x_lite import tree_utils
 from t5x_lite.optimizers.base import scalars
 from t5x_lite.optimizers.base.param_scales import ParamScales
 from t5x_lite.optimizers.muon_rule import choice as choice_lib
+from t5x_lite.optimizers.muon_rule import orthogonalize as orthogonalize_lib
 from t5x_lite.optimizers.muon_rule.choice import MatrixChoice
-from t5x_lite.optimizers.muon_rule.orthogonalize import Iteration
-from t5x_lite.optimizers.muon_rule.orthogonalize import orthogonalize
 from t5x_lite.optimizers.optax_adapter import option_checks
 from t5x_lite.optimizers.optax_adapter import param_scales
 from t5x_lite.optimizers.optax_adapter.wrapper import OptaxWrapper
 from t5x_lite.types import Array, LogicalAxes, PyTree
-
-# Function from (learning rate, choice of arrays, scales by parameter) to the transformation.
-_BuildFn = Callable[[Any, MatrixChoice, ParamScales], optax.GradientTransformation]
 
 
 @checks.checks_arguments(choice_lib.OWNER)
@@ -106,32 +103,38 @@ def muon(
   options = dict(locals())
   scalars.check_learning_rate(learning_rate, choice_lib.OWNER)
   option_checks.check_options(choice_lib.OWNER, options)
-  iteration = Iteration(
+  iteration = orthogonalize_lib.Iteration(
     ns_coeffs=ns_coeffs, ns_steps=ns_steps, preconditioning=preconditioning, eps=eps
   )
 
+  def scale_of(shape: tuple[int, ...]) -> Any:
+    num_inputs, num_outputs = shape
+    if consistent_rms is None:
+      return math.sqrt(max(1.0, num_outputs / num_inputs))
+    return consistent_rms * math.sqrt(max(num_inputs, num_outputs))
+
+  def average_of(mu: Array, grad: Array, count: Array) -> Array:
+    if not nesterov:
+      return mu / (1 - beta**count)
+    return beta * mu / (1 - beta ** (count + 1)) + (1 - beta) * grad / (1 - beta**count)
+
   def build(rate: Any, choice: MatrixChoice, scales: ParamScales) -> optax.GradientTransformation:
-    adam_rate = adam_learning_rate
-    if adam_rate is None:
-      adam_rate = rate
-    direction = _orthogonalized_momentum(
-      choice, iteration, beta, mu_dtype, nesterov=nesterov, adaptive=adaptive
-    )
+    adam_rate = rate if adam_learning_rate is None else adam_learning_rate
     adam = optax.scale_by_adam(
       adam_b1, adam_b2, eps, adam_eps_root, mu_dtype=mu_dtype, nesterov=nesterov
     )
     transformation = optax.partition(
       {
         choice_lib.MUON: optax.chain(
-          direction,
-          _scale_by_shape(choice, consistent_rms),
-          param_scales.add_decayed_weights(weight_decay, weight_decay_mask, scales),
-          param_scales.scale_by_learning_rate(rate, scales),
+          _orthogonalized(choice, iteration, beta, average_of, scale_of, mu_dtype, adaptive),
+          optax.identity(),  # optax's scale by shape, so that the states that follow keep their names
+          param_scales.decay_weights(weight_decay, weight_decay_mask, scales),
+          param_scales.scale_by_rate(rate, scales),
         ),
         choice_lib.ADAM: optax.chain(
           adam,
-          param_scales.add_decayed_weights(adam_weight_decay, None, scales),
-          param_scales.scale_by_learning_rate(adam_rate, scales),
+          param_scales.decay_weights(adam_weight_decay, None, scales),
+          param_scales.scale_by_rate(adam_rate, scales),
         ),
       },
       choice.labels,
@@ -153,7 +156,7 @@ class _MuonWrapper(OptaxWrapper):
 
   def __init__(
     self,
-    build: _BuildFn,
+    build: Callable[..., optax.GradientTransformation],
     options: Mapping[str, Any],
     param_logical_axes: LogicalAxes | None = None,
     scales: ParamScales = ParamScales(),
@@ -169,46 +172,55 @@ class _MuonWrapper(OptaxWrapper):
         return None
       return choice.label_of(path, param)
 
-    common = dict(
-      rebuild=lambda axes, _: _MuonWrapper(build, options, axes, scales, logged),
+    remade = functools.partial(_MuonWrapper, build, options, logged=logged)
+    rate = options['learning_rate']
+    if rate is None:
+      rates = dict(learning_rate_factory=lambda rate: build(rate, choice, scales))
+    else:
+      optimizer = build(rate, choice, scales)
+      rates = dict(optax_optimizer=optimizer, owns_learning_rate=True, own_learning_rate=rate)
+    super().__init__(
+      rebuild=lambda axes, _: remade(axes, scales),
       name=choice_lib.OWNER,
       stacking_key_fn=stacking_key,
       scale_support=param_scales.ScaleSupport(
-        lambda scales: _MuonWrapper(build, options, param_logical_axes, scales, logged),
-        param_scales.has_weight_decay(options),
+        lambda scales: remade(param_logical_axes, scales), param_scales.has_weight_decay(options)
       ),
+      **rates,
     )
-    rate = options['learning_rate']
-    if rate is None:
-      super().__init__(learning_rate_factory=lambda rate: build(rate, choice, scales), **common)
-    else:
-      super().__init__(
-        build(rate, choice, scales), owns_learning_rate=True, own_learning_rate=rate, **common
-      )
 
   def restore_remedy(self, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
     """See base class."""
     return choice_lib.restore_remedy(stored, wanted)
 
 
-def _orthogonalized_momentum(
+def _orthogonalized(
   choice: MatrixChoice,
-  iteration: Iteration,
+  iteration: orthogonalize_lib.Iteration,
   beta: Any,
+  average_of: Callable[..., Array],
+  scale_of: Callable[[tuple[int, ...]], Any],
   mu_dtype: Any,
-  *,
-  nesterov: bool,
   adaptive: bool,
 ) -> optax.GradientTransformation:
-  """Return the transformation of gradients of matrices to orthogonalized momenta, with optax's state."""
-  coefficients = iteration.coefficients.astype('float32')
+  """Return the transformation of gradients of matrices to orthogonalized averages, with optax's state.
+
+  Args:
+    choice: units of the parameters.
+    iteration: options of the orthogonalization.
+    beta: decay of the momentum.
+    average_of: function from (momentum, gradient, number of the update from 1) to the average.
+    scale_of: function from the shape of a matrix to the factor of its update.
+    mu_dtype: see `muon`.
+    adaptive: see `muon`.
+  """
+
+  def coefficients() -> Array:
+    return jnp.asarray(iteration.coefficients, jnp.float32)
 
   def init(params: PyTree) -> optax.contrib.MuonState:
-    return optax.contrib.MuonState(
-      count=jnp.zeros([], jnp.int32),
-      mu=optax.tree.zeros_like(params, dtype=mu_dtype),
-      ns_coeffs=jnp.asarray(coefficients),
-    )
+    mu = optax.tree.zeros_like(params, dtype=mu_dtype)
+    return optax.contrib.MuonState(jnp.zeros([], jnp.int32), mu, coefficients())
 
   def update(
     updates: PyTree, state: optax.contrib.MuonState, params: PyTree = None
@@ -216,43 +228,22 @@ def _orthogonalized_momentum(
     del params
     count = jnp.asarray(optax.safe_increment(state.count))
     mu = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, state.mu, updates)
-
-    def averaged(path: str, m: Array, g: Array) -> Array:
-      """Return the units [..., m, n] of the average that is orthogonalized."""
-      if nesterov:
-        average = beta * m / (1 - beta ** (count + 1)) + (1 - beta) * g / (1 - beta**count)
-      else:
-        average = m / (1 - beta**count)
-      return choice.units.of(path, g).split(average.astype(g.dtype))
-
-    averages, treedef = jax.tree.flatten(tree_utils.map_with_names(averaged, mu, updates))
-    batch_axes = [
-      choice.units.of(path, grad).batch_axes for path, grad in tree_utils.named_leaves(updates)
-    ]
-    directions = orthogonalize(averages, batch_axes, iteration)
-    if adaptive:
-      directions = [
-        jnp.sum(x.conj() * y, axis=(-2, -1), keepdims=True) * y
-        for x, y in zip(averages, directions, strict=True)
-      ]
-    new_updates = tree_utils.map_with_names(
-      lambda path, g, y: choice.units.of(path, g).join(y), updates, treedef.unflatten(directions)
+    units = [choice.units.of(path, grad) for path, grad in tree_utils.named_leaves(updates)]
+    # <float>[*batch, m, n] each: the matrices of an array.
+    averages = []
+    for each, m, g in zip(units, jax.tree.leaves(mu), jax.tree.leaves(updates), strict=True):
+      averages.append(each.split(average_of(m, g, count).astype(g.dtype)))
+    directions = orthogonalize_lib.orthogonalize(
+      averages, [each.batch_axes for each in units], iteration
     )
-    mu = optax.tree.cast(mu, mu_dtype)
+    results = []
+    for each, average, direction in zip(units, averages, directions, strict=True):
+      if adaptive:
+        dual_norm = jnp.sum(average.conj() * direction, axis=(-2, -1), keepdims=True)
+        direction = dual_norm * direction
+      results.append(each.join(scale_of(each.unit_shape) * direction))
     # The coefficients are those of the options, also if the state was restored.
-    new_state = optax.contrib.MuonState(count=count, mu=mu, ns_coeffs=jnp.asarray(coefficients))
-    return new_updates, new_state
+    new_state = optax.contrib.MuonState(count, optax.tree.cast(mu, mu_dtype), coefficients())
+    return jax.tree.structure(updates).unflatten(results), new_state
 
   return optax.GradientTransformation(init, update)
-
-
-def _scale_by_shape(choice: MatrixChoice, consistent_rms: Any) -> optax.GradientTransformation:
-  """Return the transformation that multiplies the updates of matrices by a factor of their shape."""
-
-  def scaled(path: str, update: Array) -> Array:
-    num_inputs, num_outputs = choice.units.of(path, update).unit_shape
-    if consistent_rms is None:
-      return math.sqrt(max(1.0, num_outputs / num_inputs)) * update
-    return consistent_rms * math.sqrt(max(num_inputs, num_outputs)) * update
-
-  return optax.stateless(lambda updates, params: tree_utils.map_with_names(scaled, updates))

@@ -13,8 +13,7 @@ import functools
 import math
 from typing import Any
 
-from flax.linen.spmd import get_logical_axis_rules
-from flax.linen.spmd import logical_to_mesh_axes
+from flax.linen import spmd
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -38,6 +37,10 @@ _PRESETS: dict[str, Any] = {
     (2.8366, -3.0525, 1.2012),
   ),
 }
+
+
+# Norm that divides a matrix, by name of the preconditioning; the others need x x^H.
+_NORMS: dict[str, Any] = {'frobenius': None, 'spectral': 2}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,28 +72,24 @@ class Iteration:
     rows = self.coefficients
     if rows.ndim == 1:
       rows = np.tile(rows, [self.ns_steps, 1])
-    if self.preconditioning == 'frobenius':
-      x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + self.eps)
-    elif self.preconditioning == 'spectral':
-      x = x / (jnp.linalg.norm(x, ord=2, axis=(-2, -1), keepdims=True) + self.eps)
+    if self.preconditioning in _NORMS:
+      norm = jnp.linalg.norm(x, _NORMS[self.preconditioning], axis=(-2, -1), keepdims=True)
+      x = x / (norm + self.eps)
     for step, (a, b, c) in enumerate(rows.tolist()):
       # [n, rows, rows]: x x^H, and the polynomial b x x^H + c (x x^H)^2.
       gram = x @ _transposed(x.conj())
-      if step == 0 and self.preconditioning in ('aol', 'schatten'):
-        scale = self._scale_of(gram)
+      if step == 0 and self.preconditioning not in _NORMS:
+        # [n, rows, 1], a factor of each row, or [n, 1, 1], one of each matrix.
+        if self.preconditioning == 'aol':
+          size = jnp.sum(jnp.abs(gram), axis=-1, keepdims=True)
+        else:
+          size = jnp.linalg.norm(gram, axis=(-2, -1), keepdims=True)
+        scale = lax.rsqrt(jnp.maximum(size, self.eps))
         x = x * scale
         gram = gram * scale * _transposed(scale)
       polynomial = b * gram + c * (gram @ gram)
       x = a * x + polynomial @ x
     return x
-
-  def _scale_of(self, gram: Array) -> Array:
-    """Return the factor of each row, [n, rows, 1], or of each matrix, [n, 1, 1], given x x^H [n, rows, rows]."""
-    if self.preconditioning == 'aol':
-      size = jnp.sum(jnp.abs(gram), axis=-1, keepdims=True)
-    else:
-      size = jnp.linalg.norm(gram, axis=(-2, -1), keepdims=True)
-    return lax.rsqrt(jnp.maximum(size, self.eps))
 
 
 def orthogonalize(
@@ -107,79 +106,61 @@ def orthogonalize(
     Arrays of the same shapes.
   """
   mesh = root_plan.mesh_to_spread_over()
-  members = []
-  groups: dict[Any, list[int]] = {}
-  for i, (matrix, names) in enumerate(zip(matrices, batch_axes, strict=True)):
-    kept_dim, kept_axes = _sharded_dim(mesh, matrix.shape, names)
-    members.append(_Member(shape=matrix.shape, kept_dim=kept_dim, kept_axes=kept_axes))
-    groups.setdefault((members[i].row_shape, kept_axes, matrix.dtype), []).append(i)
-  results = list(matrices)
-  for (_, kept_axes, _), indices in groups.items():
-    parts = [members[i].to_rows(matrices[i]) for i in indices]
-    stack = _on_all_devices(
-      functools.partial(_in_pieces, iteration), jnp.concatenate(parts), mesh, kept_axes
-    )
-    ends = np.cumsum([len(part) for part in parts])
-    for i, part in zip(indices, jnp.split(stack, ends[:-1]), strict=True):
-      results[i] = members[i].from_rows(part)
-  return results
+  stacks: dict[Any, list[Array]] = {}
+  inverses = []
+  for matrix, names in zip(matrices, batch_axes, strict=True):
+    dim, kept_axes = _sharded_dim(mesh, matrix.shape, names)
+    rows, inverse = _to_rows(matrix, dim)
+    key = (rows.shape[1:], rows.dtype, kept_axes)
+    members = stacks.setdefault(key, [])
+    inverses.append((key, len(members), inverse))
+    members.append(rows)
+  parts = {}
+  for key, members in stacks.items():
+    *_, kept_axes = key
+    iterate = functools.partial(_in_pieces, iteration)
+    stack = _on_all_devices(iterate, jnp.concatenate(members), mesh, kept_axes)
+    parts[key] = jnp.split(stack, np.cumsum([len(rows) for rows in members])[:-1])
+  return [inverse(parts[key][i]) for key, i, inverse in inverses]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Member:
-  """Matrices of an array as rows [k, rows, cols] of a stack, with rows <= cols.
+def _to_rows(matrices: Array, kept_dim: int | None) -> tuple[Array, Callable[[Array], Array]]:
+  """Return the rows of an array in a stack, and the function from rows to such an array.
 
-  Attributes:
-    shape: shape of the array, [*batch, m, n].
-    kept_dim: batch dim that is sharded, of size k, such as that of experts; None, and k = 1, without one.
-    kept_axes: mesh axes of this dim.
+  Args:
+    matrices: <float>[*batch, m, n].
+    kept_dim: batch dim of size k that rows have; None, and k = 1, without one.
+
+  Returns:
+    (<float>[other batch dims, k, rows, cols] with rows <= cols, the inverse function).
   """
+  if kept_dim is None:
+    rows, inverse = _to_rows(matrices[None], 0)
+    return rows, lambda rows: inverse(rows)[0]
+  moved = jnp.moveaxis(matrices, kept_dim, -3)
+  is_tall = moved.shape[-2] > moved.shape[-1]
+  if is_tall:
+    moved = _transposed(moved)
 
-  shape: tuple[int, ...]
-  kept_dim: int | None
-  kept_axes: tuple[str, ...]
-
-  @property
-  def row_shape(self) -> tuple[int, int, int]:
-    """[k, rows, cols]."""
-    kept = 1 if self.kept_dim is None else self.shape[self.kept_dim]
-    rows, cols = sorted(self.shape[-2:])
-    return kept, rows, cols
-
-  @property
-  def _is_tall(self) -> bool:
-    return self.shape[-2] > self.shape[-1]
-
-  def to_rows(self, array: Array) -> Array:
-    """Return the rows [n, k, rows, cols] of the array."""
-    if self._is_tall:
+  def inverse_of_rows(rows: Array) -> Array:
+    array = rows.reshape(moved.shape)
+    if is_tall:
       array = _transposed(array)
-    if self.kept_dim is not None:
-      array = jnp.moveaxis(array, self.kept_dim, -3)
-    return array.reshape(-1, *self.row_shape)
+    return jnp.moveaxis(array, -3, kept_dim)
 
-  def from_rows(self, rows: Array) -> Array:
-    """Return the inverse of `to_rows`."""
-    batch = list(self.shape[:-2])
-    if self.kept_dim is not None:
-      batch.append(batch.pop(self.kept_dim))
-    array = rows.reshape(*batch, *self.row_shape[1:])
-    if self.kept_dim is not None:
-      array = jnp.moveaxis(array, -3, self.kept_dim)
-    return _transposed(array) if self._is_tall else array
+  return moved.reshape(-1, *moved.shape[-3:]), inverse_of_rows
 
 
 def _sharded_dim(
   mesh: jax.sharding.AbstractMesh | None, shape: Sequence[int], names: Sequence[str | None]
 ) -> tuple[int | None, tuple[str, ...]]:
   """Return the first batch dim that the rules in context shard over the mesh, with its mesh axes; (None, ())."""
-  if mesh:
-    entries = logical_to_mesh_axes(names, get_logical_axis_rules()) or ()
-    for dim, entry in enumerate(entries):
-      axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
-      is_known = set(axes) <= set(mesh.axis_names)
-      if axes and is_known and shape[dim] % math.prod(mesh.shape[axis] for axis in axes) == 0:
-        return dim, axes
+  entries = spmd.logical_to_mesh_axes(names, spmd.get_logical_axis_rules())
+  for dim, entry in enumerate(entries or ()):
+    axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+    sizes = [mesh.shape.get(axis, 0) for axis in axes] if mesh else []
+    if sizes and all(sizes) and shape[dim] % math.prod(sizes) == 0:
+      return dim, axes
   return None, ()
 
 
@@ -188,27 +169,30 @@ def _transposed(x: Array) -> Array:
 
 
 def _in_pieces(fn: Callable[[Array], Array], stack: Array) -> Array:
-  """Return `fn` of a stack [n, rows, cols], piece by piece in place: temporaries have the size of a piece."""
-  num_matrices = len(stack)
-  limit = max(_piece_bytes() // (stack.dtype.itemsize * math.prod(stack.shape[1:])), 1)
-  piece = max(
-    size for size in range(1, num_matrices + 1) if num_matrices % size == 0 and size <= limit
-  )
+  """Return `fn` of all matrices of a stack [n, k, rows, cols].
+
+  It is computed in place piece by piece, so that temporaries have the size of a piece.
+  """
+  matrices = stack.reshape(-1, *stack.shape[-2:])
+  num_matrices = len(matrices)
+  limit = _piece_bytes() * num_matrices // (stack.dtype.itemsize * stack.size)
+  sizes = range(1, max(limit, 1) + 1)
+  piece = max(size for size in sizes if num_matrices % size == 0)
+
+  def update(i: Array, matrices: Array) -> Array:
+    new = fn(lax.dynamic_slice_in_dim(matrices, i * piece, piece))
+    return lax.dynamic_update_slice_in_dim(matrices, new, i * piece, 0)
+
   if piece == num_matrices:
-    return fn(stack)
-
-  def update(i: Array, stack: Array) -> Array:
-    new = fn(lax.dynamic_slice_in_dim(stack, i * piece, piece))
-    return lax.dynamic_update_slice_in_dim(stack, new, i * piece, 0)
-
-  return lax.fori_loop(0, num_matrices // piece, update, stack)
+    matrices = fn(matrices)
+  else:
+    matrices = lax.fori_loop(0, num_matrices // piece, update, matrices)
+  return matrices.reshape(stack.shape)
 
 
 def _piece_bytes() -> int:
   """Return the size in bytes of the matrices that one device computes at a time: on CPU, about that of its caches."""
-  if jax.default_backend() == 'cpu':
-    return 2**22
-  return 2**28
+  return 2**22 if jax.default_backend() == 'cpu' else 2**28
 
 
 def _on_all_devices(
@@ -223,23 +207,18 @@ def _on_all_devices(
   columns: the partitioner moves the axes of one dim to another one by an all-to-all, but gathers the entire stack on
   every device if it has to move those of two dims.
   """
-  row_shape = stack.shape[1:]
-
-  def flat_fn(rows: Array) -> Array:
-    return fn(rows.reshape(-1, *row_shape[1:])).reshape(rows.shape)
-
   if not mesh:
-    return flat_fn(stack)
+    return fn(stack)
   axes = tuple(axis for axis in mesh.axis_names if axis not in kept_axes)
   num_shares = math.prod(mesh.shape[axis] for axis in axes)
   num_rows = len(stack)
-  num_cols = row_shape[-1]
+  num_cols = stack.shape[-1]
   by_column = PartitionSpec(None, kept_axes, None, axes)
   by_row = PartitionSpec(axes, kept_axes)
   spare_cols = [(0, 0), (0, 0), (0, 0), (0, -num_cols % num_shares)]
 
   def own_share(rows: Array) -> Array:
-    return jnp.pad(flat_fn(rows[..., :num_cols]), spare_cols)
+    return jnp.pad(fn(rows[..., :num_cols]), spare_cols)
 
   stack = jnp.pad(stack, [(0, -num_rows % num_shares), *spare_cols[1:]])
   stack = lax.with_sharding_constraint(stack, by_column)

@@ -71,9 +71,8 @@ def _dimension_numbers(kind: type) -> Expectation:
 def _are_coefficients(value: Any) -> bool:
   if isinstance(value, str):
     return value in ('standard', 'dion')
-  coefficients = np.asarray(value, np.float64)
-  shape = coefficients.shape
-  return len(shape) in (1, 2) and shape[-1] == 3 and bool(np.all(np.isfinite(coefficients)))
+  shape = np.shape(value)
+  return len(shape) in (1, 2) and shape[-1] == 3 and bool(np.all(np.isfinite(value)))
 
 
 def _are_matrices(value: Any) -> bool:

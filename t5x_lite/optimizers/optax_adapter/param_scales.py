@@ -186,24 +186,18 @@ def scale_per_parameter(
   )
 
 
-def add_decayed_weights(
-  weight_decay: Any, mask: Any, scales: ParamScales
-) -> optax.GradientTransformation:
+def decay_weights(decay: Any, mask: Any, scales: ParamScales) -> optax.GradientTransformation:
   """Return `optax.add_decayed_weights` with the factors of the weight decay by parameter, and the same state."""
   return scale_per_parameter(
-    lambda _, factor: optax.add_decayed_weights(_times(weight_decay, factor), mask),
+    lambda _, factor: optax.add_decayed_weights(_times(decay, factor), mask),
     scales,
     multiplies_updates=False,
   )
 
 
-def scale_by_learning_rate(learning_rate: Any, scales: ParamScales) -> optax.GradientTransformation:
+def scale_by_rate(rate: Any, scales: ParamScales) -> optax.GradientTransformation:
   """Return `optax.scale_by_learning_rate` with the factors of the learning rate by parameter, and the same state."""
-  return scale_per_parameter(
-    lambda factor, _: optax.scale_by_learning_rate(_times(learning_rate, factor)),
-    scales,
-    multiplies_updates=False,
-  )
+  return scale_per_parameter(lambda *_: optax.scale_by_learning_rate(rate), scales)
 
 
 def _choose(treedef: PyTreeDef, chosen: Sequence[int], nodes: Sequence[PyTree]) -> PyTree:
