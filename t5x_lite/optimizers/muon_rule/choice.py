@@ -64,7 +64,7 @@ class MatrixChoice:
     return tree_utils.map_with_names(self.label_of, params)
 
   def check(self, params: PyTree) -> None:
-    """Raise if a rule has no effect or chooses an array that is no matrix; log the choice once.
+    """Raise if a rule has no effect or chooses an array that is not a matrix; log the choice once.
 
     Args:
       params: the parameters, with a subtree per layer.

@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are orthogonalized; AdamW for all arrays that are no kernels.
+"""Muon: momentum whose matrices are orthogonalized; AdamW for all arrays that are not kernels.
 
 The state is that of `optax.contrib.muon`, an `optax.partition` with the labels 'muon' and 'adam', so that runs which
 began with optax's continue.
@@ -97,7 +97,7 @@ def muon(
       embeddings included, and takes arrays as they are, as `optax.contrib.muon` does and earlier runs did.
 
   Raises:
-    ConfigError: a value out of range; when the state is made, an expression without effect or an array that is no
+    ConfigError: a value out of range; when the state is made, an expression without effect or an array that is not a
       matrix.
   """
   options = dict(locals())
