@@ -128,10 +128,11 @@ CALLED: dict[str, str] = {
   't5x_lite.optimizers.multi.labels': 'partition',
   't5x_lite.optimizers.multi.optimizer': 'MultiOptimizer',
   't5x_lite.optimizers.multi.traversals': 'ModelParamTraversal PathTraversal Traversal',
+  't5x_lite.optimizers.muon_rule.optimizer': 'muon',
   't5x_lite.optimizers.optax_adapter.factories': (
     'acprop adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan ademamix adopt '
     'amsgrad chain cocob dadapt_adamw dog dowg dpsgd fromage galore lamb '
-    'lars lbfgs lion madgrad mechanize momo momo_adam muon nadam nadamw noisy_sgd novograd '
+    'lars lbfgs lion madgrad mechanize momo momo_adam nadam nadamw noisy_sgd novograd '
     'optimistic_adam optimistic_adam_v2 optimistic_gradient_descent polyak_sgd prodigy radam '
     'reduce_on_plateau rmsprop rprop sam schedule_free schedule_free_adamw schedule_free_sgd '
     'sgd sign_sgd signum simplified_ademamix sm3 sophia split_real_and_imaginary '

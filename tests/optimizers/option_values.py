@@ -62,6 +62,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
   'dog.init_step': (('distance', 1e-3), ('learning_rate', 1e-3)),
   'lars.weight_decay_mask': (False,),
   'lars.trust_ratio_mask': (False,),
+  'muon.matrices': ((('kernel', False),), 'two_dims'),
   'muon.ns_coeffs': (((3.0, -4.0, 2.0), (2.0, -1.5, 0.5)),),
   'noisy_sgd.key': (3, jax.random.key(3)),
   'scaled_adam.betas': ((0.8, 0.9),),

@@ -382,11 +382,16 @@ def check_start(
     trained = _other_trained(start, model, state_shape)
     if trained is not None:
       raise CheckpointError(f'{error} {trained}') from error
+    remedy = None
     if is_other:
-      raise CheckpointError(
-        f'{error} It was saved with the optimizer {saved_with}; this run uses {own}.'
-      ) from error
-    raise
+      remedy = f'It was saved with the optimizer {saved_with}; this run uses {own}.'
+    elif own is not None:
+      stored = checkpoints.open_source(start.path).shapes()
+      wanted = tree_utils.flatten_dict(state_shape.state_dict())
+      remedy = state_shape.optimizer_def.restore_remedy(stored, wanted)
+    if remedy is None:
+      raise
+    raise CheckpointError(f'{error} {remedy}') from error
   has_builders = start.restore_cfg is not None and bool(start.restore_cfg.builders)
   # Most builders drop the state of the optimizer.
   if is_other and not has_builders and not _drops_optimizer(start):

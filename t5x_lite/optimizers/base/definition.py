@@ -221,6 +221,16 @@ class OptimizerDef(abc.ABC):
     del state
     return {}
 
+  def restore_remedy(self, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
+    """Return which option restores the state of a checkpoint that does not fit, a sentence; None if no option does.
+
+    Args:
+      stored: arrays of the checkpoint or their shapes, by name.
+      wanted: arrays of the state of the run, by name.
+    """
+    del stored, wanted
+    return None
+
   def gradient_evidence(self, grads: Params, new_state: OptimizerState) -> PyTree:
     """Return real or complex arrays that contain a non-finite number if and only if a gradient does.
 

@@ -201,6 +201,11 @@ class MultiOptimizer(definition.OptimizerDef):
         found[f'{part.entry}/{start}'] = values
     return found
 
+  def restore_remedy(self, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
+    """See base class; that of the first part with one."""
+    remedies = (part.restore_remedy(stored, wanted) for part in self.sub_optimizers)
+    return next(filter(None, remedies), None)
+
   def metrics(self, state: definition.OptimizerState) -> dict[str, jax.Array]:
     """Return the metrics of the parts, scalar arrays, as `<name of the part>/<metric>`."""
     return {

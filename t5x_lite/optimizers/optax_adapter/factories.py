@@ -494,7 +494,6 @@ madgrad = _wrap(optax.contrib.madgrad, 'trainer', is_elementwise=True, scaling=_
 mechanize = _wrap(optax.contrib.mechanize, 'unknown', scaling=Scaling(inner='base_optimizer'))
 momo = _wrap(optax.contrib.momo, 'trainer', scaling=_JOINT_DECAY)
 momo_adam = _wrap(optax.contrib.momo_adam, 'trainer', scaling=_JOINT_DECAY)
-muon = _wrap(optax.contrib.muon, 'trainer')
 prodigy = _wrap(optax.contrib.prodigy, 'trainer')
 reduce_on_plateau = _wrap(optax.contrib.reduce_on_plateau, 'unknown')
 sam = _wrap(

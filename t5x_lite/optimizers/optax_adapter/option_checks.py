@@ -17,6 +17,7 @@ from t5x_lite.optimizers.base.scalars import FLOATING_DTYPE
 from t5x_lite.optimizers.base.scalars import check_learning_rate
 from t5x_lite.optimizers.base.scalars import scalar
 from t5x_lite.schedules import check_learning_rate_fn
+from t5x_lite.trainer import step_params
 
 
 def check_options(factory: str, arguments: Mapping[str, Any]) -> None:
@@ -65,6 +66,19 @@ def _dimension_numbers(kind: type) -> Expectation:
       )
     ),
   )
+
+
+def _are_coefficients(value: Any) -> bool:
+  if isinstance(value, str):
+    return value in ('standard', 'dion')
+  shape = np.shape(value)
+  return len(shape) in (1, 2) and shape[-1] == 3 and bool(np.all(np.isfinite(value)))
+
+
+def _are_matrices(value: Any) -> bool:
+  if isinstance(value, str):
+    return value == 'two_dims'
+  return step_params.are_rules(value, lambda is_matrix: isinstance(is_matrix, bool))
 
 
 def _is_mask(value: Any) -> bool:
@@ -197,7 +211,19 @@ _EXPECTATIONS: dict[str, Expectation] = {
   **dict.fromkeys(('mask', 'trust_ratio_mask', 'weight_decay_mask'), _MASK),
   # Statistics of an integer dtype would be 0.
   **dict.fromkeys(('accumulator_dtype', 'dtype_momentum', 'mu_dtype', 'state_dtype'), _DTYPE),
-  'muon_weight_dimension_numbers': _dimension_numbers(optax.contrib.MuonDimensionNumbers),
+  'matrices': Expectation(
+    "'two_dims' or pairs (regular expression, True or False)",
+    _are_matrices,
+    "Write [('^decoder/', False)].",
+  ),
+  'muon_weight_dimension_numbers': Expectation(
+    'None',
+    lambda value: value is None,
+    'The dims of matrices follow from the logical axes of the parameters; muon.matrices chooses arrays.',
+  ),
+  'ns_coeffs': Expectation(
+    "'standard', 'dion', three numbers, or three numbers for each iteration", _are_coefficients
+  ),
   'weight_dimension_numbers': _dimension_numbers(optax.contrib.GaLoreDimensionNumbers),
   'preconditioning': checks.one_of(('frobenius', 'spectral', 'aol', 'schatten')),
   'variant': checks.one_of(('sps', 'sps+')),
@@ -244,7 +270,6 @@ UNCHECKED = frozenset(
     'hessian_diagonal_fn',
     'key',
     'linesearch',
-    'ns_coeffs',
     'seed',
   )
 )

@@ -187,6 +187,20 @@ def scale_per_parameter(
   )
 
 
+def decay_weights(decay: Any, mask: Any, scales: ParamScales) -> optax.GradientTransformation:
+  """Return `optax.add_decayed_weights` with the factors of the weight decay by parameter, and the same state."""
+  return scale_per_parameter(
+    lambda _, factor: optax.add_decayed_weights(_times(decay, factor), mask),
+    scales,
+    multiplies_updates=False,
+  )
+
+
+def scale_by_rate(rate: Any, scales: ParamScales) -> optax.GradientTransformation:
+  """Return `optax.scale_by_learning_rate` with the factors of the learning rate by parameter, and the same state."""
+  return scale_per_parameter(lambda *_: optax.scale_by_learning_rate(rate), scales)
+
+
 def _choose(treedef: PyTreeDef, chosen: Sequence[int], nodes: Sequence[PyTree]) -> PyTree:
   """Return a tree like each of `nodes`, whose values for a parameter are those of its chosen node.
 

@@ -417,6 +417,11 @@ class OptaxWrapper(definition.OptimizerDef):
     """See base class."""
     return state_hooks.optional_states(state.param_states)
 
+  def restore_remedy(self, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
+    """See base class; that of the first part with one."""
+    remedies = (part.restore_remedy(stored, wanted) for part in self._parts)
+    return next(filter(None, remedies), None)
+
   def metrics(self, state: definition.OptimizerState) -> dict[str, jax.Array]:
     """Return the metrics of the states of the transformation; see `register_state_metrics`."""
     return state_hooks.metrics_of(state.param_states)

@@ -18,7 +18,7 @@ _FACTORIES = {
   name: factory
   for name, factory in ((name, getattr(optimizers, name)) for name in dir(optimizers))
   if inspect.isfunction(factory)
-  and factory.__module__ == optimizers.adamw.__module__
+  and factory.__module__ in (optimizers.adamw.__module__, optimizers.muon.__module__)
   and name not in ('chain', 'distributed_shampoo', 'wrap_optax_optimizer')
 }
 _REQUIRED = {
@@ -105,6 +105,12 @@ _ABSURD = [
   ('lars', 'trust_coefficient', 0),
   ('muon', 'adam_learning_rate', -1.0),
   ('muon', 'muon_weight_dimension_numbers', {'a': 2}),
+  ('muon', 'ns_coeffs', 'muonn'),
+  ('muon', 'ns_coeffs', (3.0, -4.0)),
+  ('muon', 'ns_coeffs', (3.0, -4.0, float('nan'))),
+  ('muon', 'matrices', [('(', True)]),
+  ('muon', 'matrices', [('logits', 1)]),
+  ('muon', 'matrices', 'all'),
   ('sophia', 'update_interval', 2.5),
   ('adafactor', 'decay_rate', -1),
 ]
@@ -139,10 +145,7 @@ _VALID = [
   ('adafactor', {'clipping_threshold': None, 'weight_decay_rate': 0.1}),
   ('polyak_sgd', {'scaling': optax.constant_schedule(0.5), 'variant': 'sps+', 'f_min': -1.0}),
   ('muon', {'ns_coeffs': 'dion', 'adam_learning_rate': optax.constant_schedule(0.1)}),
-  (
-    'muon',
-    {'muon_weight_dimension_numbers': {'p': optax.contrib.MuonDimensionNumbers(0, 1), 'q': None}},
-  ),
+  ('muon', {'ns_coeffs': [[3.0, -4.0, 2.0], [2.0, -1.5, 0.5]], 'matrices': [('logits', True)]}),
   ('muon', {'weight_decay': optax.constant_schedule(0.1)}),
   ('lbfgs', {'linesearch': None}),
   ('dog', {'init_step': ('distance', 0.1), 'weight_decay': 0.1}),
@@ -172,7 +175,6 @@ def test_options_may_be_traced():
       'reduce_on_plateau has invalid options: At least one',
     ),
     # Before the trainer passes a learning rate.
-    (lambda: optimizers.muon(ns_coeffs='muonn'), 'muon has invalid options: .*muonn'),
     (
       lambda: optimizers.lbfgs(linesearch=optax.sgd),
       "lbfgs has invalid options: .*no attribute 'init'",
