@@ -23,6 +23,7 @@ _BY_DEFAULT = (
   'galore',
   'lamb',
   'lars',
+  'muon',
   'novograd',
   'scaled_adam',
   'sm3',
@@ -37,8 +38,6 @@ def _rows():
       marks.append(
         pytest.mark.xfail(reason=layouts.LAYOUT_DEPENDENT[cases.DEPENDENT[stem]], strict=True)
       )
-    if stem == 'muon':
-      marks.append(pytest.mark.skip(reason='is written anew for units'))
     for form in ('experts', 'scalable'):
       rows.append(pytest.param(stem, form, marks=marks, id=f'{stem}-{form}'))
   return rows
