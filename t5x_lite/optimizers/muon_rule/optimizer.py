@@ -7,7 +7,7 @@ began with optax's continue.
 from collections.abc import Callable, Mapping
 import functools
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -246,4 +246,5 @@ def _orthogonalized(
     new_state = optax.contrib.MuonState(count, optax.tree.cast(mu, mu_dtype), coefficients())
     return jax.tree.structure(updates).unflatten(results), new_state
 
-  return optax.GradientTransformation(init, update)
+  # Gradients are `updates` in optax's protocol.
+  return optax.GradientTransformation(init, cast(optax.TransformUpdateFn, update))

@@ -13,7 +13,8 @@ import functools
 import math
 from typing import Any
 
-from flax.linen import spmd
+from flax.core.spmd import get_logical_axis_rules
+from flax.linen.spmd import logical_to_mesh_axes
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -155,7 +156,7 @@ def _sharded_dim(
   mesh: jax.sharding.AbstractMesh | None, shape: Sequence[int], names: Sequence[str | None]
 ) -> tuple[int | None, tuple[str, ...]]:
   """Return the first batch dim that the rules in context shard over the mesh, with its mesh axes; (None, ())."""
-  entries = spmd.logical_to_mesh_axes(names, spmd.get_logical_axis_rules())
+  entries = logical_to_mesh_axes(names, get_logical_axis_rules())
   for dim, entry in enumerate(entries or ()):
     axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
     sizes = [mesh.shape.get(axis, 0) for axis in axes] if mesh else []
