@@ -28,6 +28,7 @@ _INTERVALS = {
   'sam': 2,
   'scaled_adam': 4,
   'scaled_adam_unclipped': 4,
+  'soap': 10,
   'sophia': 10,
 }
 # Bindings in addition to those of the file.

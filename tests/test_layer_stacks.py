@@ -224,6 +224,8 @@ def test_an_update_of_stacked_layers_is_the_update_of_each(name):
       'muon',
       'shampoo_sgd',
       'shampoo_sharded',
+      'soap',
+      'soap_blocks',
     )
     pytest.skip('This optimizer gets single layers.')
   plain = jax.device_get(

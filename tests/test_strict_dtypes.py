@@ -61,6 +61,14 @@ def test_layers(layer):
       best_effort_memory_usage_reduction=True,
       quantize_statistics=True,
     ),
+    lambda: optimizers.soap(precondition_1d=True, symmetric_storage=True, exponent=0.4),
+    lambda: optimizers.soap(
+      block_size=64,
+      momentum_dtype='int8',
+      second_moment_dtype='bfloat16',
+      matrix_dtype='int16',
+      spread_refreshes=True,
+    ),
   ],
 )
 def test_optimizers(make):

@@ -142,6 +142,7 @@ CALLED: dict[str, str] = {
   't5x_lite.optimizers.scaled_adam_rule.transformation': 'scaled_adam',
   't5x_lite.optimizers.shampoo': 'distributed_shampoo',
   't5x_lite.optimizers.shampoo.config': 'GraftingType',
+  't5x_lite.optimizers.soap_rule': 'soap',
   't5x_lite.partitioning.layout': 'DataLayout',
   't5x_lite.partitioning.mesh': 'default_mesh get_cpu_mesh get_gpu_mesh',
   't5x_lite.partitioning.partitioner': 'PjitPartitioner',

@@ -581,4 +581,59 @@ MUTANTS = (
     'sizes = range(1, max(limit, num_matrices) + 1)',
     'tests/optimizers/muon_rule/test_orthogonalize.py::test_large_stacks_are_computed_in_place_piece_by_piece',
   ),
+  Mutant(
+    'soap_second_moments_stay_when_columns_move',
+    't5x_lite/optimizers/soap_rule/update.py',
+    'own._replace(bases=new, second_moment=moment)',
+    'own._replace(bases=new)',
+    'tests/optimizers/soap_rule/test_update.py::test_closed_forms',
+  ),
+  Mutant(
+    'soap_bases_are_those_of_the_statistics_before',
+    't5x_lite/optimizers/soap_rule/update.py',
+    """    states = _add_statistics(leaves, states, state.count, cfg)
+    states = _refresh(leaves, states, state.count, cfg)
+""",
+    """    states = _refresh(leaves, states, state.count, cfg)
+    states = _add_statistics(leaves, states, state.count, cfg)
+""",
+    'tests/optimizers/soap_rule/test_update.py::test_closed_forms',
+  ),
+  Mutant(
+    'soap_columns_are_not_sorted',
+    't5x_lite/optimizers/soap_rule/bases.py',
+    'jnp.argsort(quotients, descending=True)',
+    'jnp.argsort(0 * quotients)',
+    'tests/optimizers/soap_rule/test_bases.py::test_columns_are_ordered_and_iterated',
+  ),
+  Mutant(
+    'soap_layers_and_experts_share_bases',
+    't5x_lite/optimizers/soap_rule/__init__.py',
+    'UnitsByPath(param_axes)',
+    'UnitsByPath()',
+    'tests/optimizers/soap_rule/test_update.py::test_every_layer_and_expert_has_its_own_bases',
+  ),
+  Mutant(
+    'soap_counts_the_skipped_step',
+    't5x_lite/optimizers/soap_rule/update.py',
+    'count + 1 - int(cfg.skip_first_step)',
+    'count + 1',
+    'tests/optimizers/soap_rule/test_update.py::test_the_first_step_is_skipped',
+  ),
+  Mutant(
+    'soap_triangle_loses_the_lower_rows',
+    't5x_lite/optimizers/soap_rule/triangle.py',
+    'lower = jnp.flip(packed[..., : size // 2, :-1], (-2, -1))',
+    'lower = packed[..., : size // 2, :-1]',
+    'tests/optimizers/soap_rule/test_triangle.py::test_a_packed_matrix_has_half_the_elements_and_comes_back',
+  ),
+  Mutant(
+    'soap_refreshes_batches_on_cpu',
+    't5x_lite/optimizers/soap_rule/bases.py',
+    """  if jax.default_backend() == 'cpu':
+    # A batched""",
+    """  if jax.default_backend() == 'tpu':
+    # A batched""",
+    'tests/optimizers/soap_rule/test_bases.py::test_on_cpu_no_decomposition_has_a_batch',
+  ),
 )

@@ -642,7 +642,7 @@ def test_optimizers_that_depend_on_the_layout_are_listed():
     match['rows'] for match in _TABLE.finditer(_OPTIMIZERS) if match['kind'] == 'layout dependent'
   ]
   listed = {name for row in rows.splitlines()[2:] for name in _names(row.split('|')[1])}
-  assert listed - {'spread_roots'} == set(layouts.LAYOUT_DEPENDENT)
+  assert listed - {'spread_roots', 'spread_refreshes'} == set(layouts.LAYOUT_DEPENDENT)
 
 
 @pytest.mark.full  # by default, the state of each optimizer, in the test above
@@ -671,6 +671,28 @@ def test_shampoo_takes_the_memory_that_is_said():
           options,
         )
   assert listed == {member.name for member in optimizers.GraftingType}
+
+
+def test_soap_takes_the_memory_that_is_said():
+  (rows,) = [
+    match['rows'] for match in _TABLE.finditer(_OPTIMIZERS) if match['kind'] == 'soap memory'
+  ]
+  shapes = {
+    'a': jax.ShapeDtypeStruct((512, 512), jnp.float32),
+    'b': jax.ShapeDtypeStruct((512, 1024), jnp.float32),
+  }
+  int8, int16 = {'momentum_dtype': 'int8'}, {'matrix_dtype': 'int16'}
+  bfloat16 = {'second_moment_dtype': 'bfloat16'}
+  modes = [{}, {'symmetric_storage': True}, int16, int8, bfloat16 | {'momentum_dtype': 'bfloat16'}]
+  modes.append(int8 | int16 | bfloat16)
+  for row in rows.splitlines()[2:]:
+    options, *said = [cell.strip() for cell in row.strip().strip('|').split('|')]
+    given = dict(re.findall(r'`(\w+)=(\d+)`', options))
+    given = {name: int(value) for name, value in given.items()}
+    for mode, number in zip(modes, said, strict=True):
+      state = jax.eval_shape(optimizers.soap(**given, **mode).init_state, shapes)
+      per_param = tree_utils.num_bytes(state) / tree_utils.num_elements(shapes)
+      assert f'{per_param:.2g}' == number, (options, mode)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ _SOONER = {
   },
   'galore': {'update_proj_gap': 4, 'rank': 4},
   'scaled_adam': {'clipping_update_period': 2},
+  'soap': {'precondition_frequency': 4, 'block_size': 8},
   'sophia': {'update_interval': 4},
 }
 _STOP, _END = 6, 10

@@ -25,6 +25,7 @@ _OPTIONAL = {
 _PARTS = {
   't5x_lite.optimizers.shampoo',
   't5x_lite.optimizers.scaled_adam_rule',
+  't5x_lite.optimizers.soap_rule',
   't5x_lite.optimizers.multi',
   't5x_lite.checkpoints.hugging_face',
   't5x_lite.data.text.sources',

@@ -18,6 +18,7 @@ LAYOUT_DEPENDENT: Mapping[str, str] = {
   'distributed_shampoo': 'with spread_roots, the step in which a root is computed depends on the order of the arrays',
   'dpsgd': 'its random noise depends on the number and the shapes of the arrays',
   'noisy_sgd': 'its random noise depends on the number and the shapes of the arrays',
+  'soap': 'with spread_refreshes, the step in which a basis is refreshed depends on the order of the arrays',
   'sophia': 'its random estimate of the curvature depends on the number and the shapes of the arrays',
 }
 

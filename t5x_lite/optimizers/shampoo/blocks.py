@@ -79,21 +79,39 @@ class BlockLayout:
     shape: the parameter's shape.
     merged_shape: the shape with small dims merged; () if the parameter is not preconditioned.
     block_size: largest size of a block along any dim.
+    whole_dims: dims of the merged shape that are not split and have no matrices.
   """
 
   shape: tuple[int, ...]
   merged_shape: tuple[int, ...]
   block_size: int
+  whole_dims: tuple[int, ...] = ()
+
+  @functools.cached_property
+  def matrix_dims(self) -> tuple[int, ...]:
+    """Dims of the merged shape that have matrices."""
+    return tuple(dim for dim in range(len(self.merged_shape)) if dim not in self.whole_dims)
 
   @functools.cached_property
   def groups(self) -> tuple[BlockGroup, ...]:
     """Groups of equal blocks, the first dim varying slowest."""
     if not self.merged_shape:
       return ()
-    pieces = [_pieces_of_dim(dim, self.block_size) for dim in self.merged_shape]
     return tuple(
-      BlockGroup(*zip(*combination, strict=True)) for combination in itertools.product(*pieces)
+      BlockGroup(*zip(*combination, strict=True))
+      for combination in itertools.product(*self._pieces)
     )
+
+  @functools.cached_property
+  def _pieces(self) -> list[list[tuple[int, int, int]]]:
+    """The result of `_pieces_of_dim` for each dim of the merged shape."""
+    pieces = []
+    for dim, size in enumerate(self.merged_shape):
+      if dim in self.whole_dims:
+        pieces.append([(0, 1, size)])
+      else:
+        pieces.append(_pieces_of_dim(size, self.block_size))
+    return pieces
 
   @property
   def is_preconditioned(self) -> bool:
@@ -108,7 +126,9 @@ class BlockLayout:
   @functools.cached_property
   def stack_shapes(self) -> tuple[tuple[int, int], ...]:
     """(k, n) of each stack [k, n, n]."""
-    return tuple((group.num_blocks, size) for group in self.groups for size in group.sizes)
+    return tuple(
+      (group.num_blocks, group.sizes[dim]) for group in self.groups for dim in self.matrix_dims
+    )
 
   @property
   def num_statistics(self) -> int:
@@ -118,17 +138,13 @@ class BlockLayout:
   @functools.cached_property
   def order(self) -> np.ndarray:
     """int [num_statistics, 2]: (stack, row in the stack) of each matrix in the order of the module's docstring."""
-    rank = len(self.merged_shape)
+    rank = len(self.matrix_dims)
     # Per dim and block along it: (piece of the dim, index within the piece).
     blocks = [
-      [
-        (piece, index)
-        for piece, (_, count, _) in enumerate(_pieces_of_dim(dim, self.block_size))
-        for index in range(count)
-      ]
-      for dim in self.merged_shape
+      [(piece, index) for piece, (_, count, _) in enumerate(pieces) for index in range(count)]
+      for pieces in self._pieces
     ]
-    pieces_per_dim = [len(_pieces_of_dim(dim, self.block_size)) for dim in self.merged_shape]
+    pieces_per_dim = list(map(len, self._pieces))
     order = []
     for block in itertools.product(*blocks) if rank else ():
       group = int(np.ravel_multi_index([piece for piece, _ in block], pieces_per_dim))
@@ -158,7 +174,7 @@ class BlockLayout:
     """Return an array of the parameter's shape; inverse of `cut`."""
     regions = [group.join(array) for group, array in zip(self.groups, blocks, strict=True)]
     for dim in reversed(range(len(self.merged_shape))):
-      width = len(_pieces_of_dim(self.merged_shape[dim], self.block_size))
+      width = len(self._pieces[dim])
       if width == 1:
         continue
       starts = range(0, len(regions), width)
@@ -173,9 +189,12 @@ class BlockLayout:
       precision: precision of the products.
 
     Returns:
-      Float32 stacks [k, n, n], one per group and dim.
+      Float32 stacks [k, n, n], one per group and dim with matrices.
     """
-    return [product for blocks in self.cut(grad) for product in block_statistics(blocks, precision)]
+    stacks = []
+    for blocks in self.cut(grad):
+      stacks += block_statistics(blocks, precision, self.matrix_dims)
+    return stacks
 
   def precondition(
     self, grad: jax.Array, preconditioners: Sequence[jax.Array], precision: jax.lax.Precision
@@ -198,11 +217,15 @@ class BlockLayout:
     return self.join(results), norm_of_blocks(results)
 
 
-def block_statistics(blocks: jax.Array, precision: jax.lax.Precision) -> list[jax.Array]:
-  """Return the statistics [k, n, n] of blocks float32 [k, *sizes], one stack per dim."""
+def block_statistics(
+  blocks: jax.Array, precision: jax.lax.Precision, dims: Sequence[int] | None = None
+) -> list[jax.Array]:
+  """Return the statistics [k, n, n] of blocks float32 [k, *sizes], one stack per dim of `dims` (None: all)."""
   stacks = []
   batch_dims = ((0,), (0,))
-  for dim in range(1, blocks.ndim):
+  if dims is None:
+    dims = range(blocks.ndim - 1)
+  for dim in (dim + 1 for dim in dims):
     # [k, n, n]: G G^T of the block as a matrix with this dim as rows, that is, contracted over all other dims.
     others = tuple(other for other in range(1, blocks.ndim) if other != dim)
     product = jax.lax.dot_general(
@@ -213,10 +236,19 @@ def block_statistics(blocks: jax.Array, precision: jax.lax.Precision) -> list[ja
 
 
 def precondition_blocks(
-  blocks: jax.Array, preconditioners: Sequence[jax.Array], precision: jax.lax.Precision
+  blocks: jax.Array, preconditioners: Sequence[jax.Array | None], precision: jax.lax.Precision
 ) -> jax.Array:
-  """Return blocks float32 [k, *sizes] with every dim multiplied by its preconditioners, float32 [k, n, n] per dim."""
+  """Return blocks float32 [k, *sizes] with every dim multiplied by its preconditioners.
+
+  Args:
+    blocks: float32 [k, *sizes].
+    preconditioners: float32 [k, n, n] per dim, whose first n is contracted; None for a dim that is not multiplied.
+    precision: precision of the products.
+  """
   for matrices in preconditioners:
+    if matrices is None:
+      blocks = jnp.moveaxis(blocks, 1, -1)
+      continue
     # Contracts the first dim and appends the new one last, so that the final order of dims is the original one.
     blocks = jax.lax.dot_general(
       blocks, matrices, (((1,), (1,)), ((0,), (0,))), precision=precision

@@ -260,6 +260,19 @@ def _repeat_row(array: jax.Array, count: int) -> jax.Array:
   return jnp.broadcast_to(array[0], [count, *array.shape[1:]])
 
 
+def axes_of_quantized(value: QuantizedValue | None, axes: PartitionSpec) -> QuantizedValue | None:
+  """Return the axes of an array like a parameter with these axes; integers have one scale per column."""
+  if value is None:
+    return None
+  names_of_dims = tuple(axes) + (None,) * (np.ndim(value.quantized) - len(axes))
+  specs = jax.tree.map(names.unnamed_axes, value)
+  specs = specs.replace(quantized=PartitionSpec(*names_of_dims))
+  # Float arrays have no scales.
+  if value.bucket_size is not None and jnp.issubdtype(value.dtype, jnp.integer):
+    specs = specs.replace(bucket_size=PartitionSpec(*names_of_dims[1:]))
+  return specs
+
+
 def derive_axes(
   state: ShampooState,
   params_axes: LogicalAxes,
@@ -281,17 +294,6 @@ def derive_axes(
     exponents_axis: axis of the sharded mode's exponents.
   """
 
-  def of_quantized(value: QuantizedValue | None, axes: PartitionSpec) -> QuantizedValue | None:
-    if value is None:
-      return None
-    names_of_dims = tuple(axes) + (None,) * (np.ndim(value.quantized) - len(axes))
-    specs = jax.tree.map(names.unnamed_axes, value)
-    specs = specs.replace(quantized=PartitionSpec(*names_of_dims))
-    # Integers have one scale per column, float arrays have no scales.
-    if value.bucket_size is not None and jnp.issubdtype(value.dtype, jnp.integer):
-      specs = specs.replace(bucket_size=PartitionSpec(*names_of_dims[1:]))
-    return specs
-
   def of_matrices(matrices: BlockMatrices) -> BlockMatrices:
     def of_stack(array):
       return PartitionSpec(*matrices.partition_spec[: np.ndim(array)])
@@ -305,9 +307,9 @@ def derive_axes(
       axes = PartitionSpec()
     metrics: TrainingMetrics = stats.training_metrics
     fields = {
-      'diagonal_statistics': of_quantized(stats.diagonal_statistics, axes),
-      'diagonal_momentum': of_quantized(stats.diagonal_momentum, axes),
-      'momentum': of_quantized(stats.momentum, axes),
+      'diagonal_statistics': axes_of_quantized(stats.diagonal_statistics, axes),
+      'diagonal_momentum': axes_of_quantized(stats.diagonal_momentum, axes),
+      'momentum': axes_of_quantized(stats.momentum, axes),
       'training_metrics': metrics.replace(inverse_pth_root_errors=PartitionSpec(blocks_axis)),
     }
     if isinstance(stats, LocalShardedParameterStats):

@@ -62,10 +62,14 @@ _DECAY_OPTIONS = {
     for stem in ('multi_optimizer', 'multi_optimizer_by_label')
   },
 }
-# Shampoo without roots, which take long to compile: neither factor changes them.
+# Shampoo and SOAP without roots and bases, which take long to compile: neither factor changes them.
 _OPTIONS = {
   'distributed_shampoo': {'optimizers__distributed_shampoo__skip_preconditioning_dim_size_gt': 1},
   'galore': {'optimizers__galore__rank': 2},
+  'soap': {
+    'optimizers__soap__max_precond_dim': 1,
+    'optimizers__soap__block_size': None,
+  },
 }
 # One file for each way of scaling; all others in `make test-full`.
 _BY_DEFAULT = {

@@ -10,6 +10,7 @@ from t5x_lite import optimizers
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
 from t5x_lite.layer_stacks import LayerStacks
+from t5x_lite.optimizers.shampoo import Preconditioner
 from t5x_lite.optimizers.shampoo import update
 from tests import golden_data
 from tests.optimizers.shampoo import shampoo_reference
@@ -70,6 +71,36 @@ def test_equals_the_recorded_run(name):
   for key in ('momentum', 'diagonal_momentum'):
     for name, want in golden_data.subtree(arrays, f'final/{key}').items():
       assert _relative(getattr(state.stats[name], key).to_float(), want) < 1e-5
+
+
+@pytest.mark.parametrize(
+  'first,second,beta2,want',
+  [
+    # From the tests of facebookresearch/optimizers; sums, then means from zero without bias correction.
+    ([1, 0], [0, 1], 1.0, [0, 1]),
+    (np.eye(2) / 2**0.5, np.eye(2) / 2**0.5, 1.0, np.eye(2) / 2**0.5),
+    ([[1, 0]], [[0, 1]], 1.0, [[0, 2**-0.25]]),
+    ([1, 0], [0, 1], 0.9, [0, 3.162278]),
+    (np.eye(2) / 2**0.5, np.eye(2) / 2**0.5, 0.9, 2.294157 * np.eye(2)),
+    ([[1, 0]], [[0, 1]], 0.9, [[0, 2.693467]]),
+  ],
+)
+def test_closed_forms_before_grafting(first, second, beta2, want):
+  first = jnp.asarray(first, jnp.float32)
+  second = jnp.asarray(second, jnp.float32)
+  tx = optimizers.distributed_shampoo(
+    1.0,
+    beta2=beta2,
+    matrix_epsilon=1e-12,
+    best_effort_shape_interpretation=False,
+    root_method='eigh',
+  ).optax_optimizer
+  state = tx.init({'w': first})
+  for grad in (first, second):
+    _, state = tx.update({'w': grad}, state)
+  preconditioner = Preconditioner(second, 128, False)
+  got = preconditioner.preconditioned_grad(second, list(state.stats['w'].preconditioners))
+  np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 def _check_matrices(state, arrays, when):
