@@ -7,7 +7,8 @@ interrupted. About 30 s for each of about 50 runs on 2 cores:
 
   python benchmarks/studies/optimizers.py --out runs/optimizers_study
 
-Seconds are steps divided by the median of the run's steps per second, without compilation and evaluations.
+Seconds are steps divided by the steps per second of a run of 200 steps, without compilation and evaluations. Delete the
+folders `*_speed` to measure all of them again, with nothing else running.
 """
 
 import argparse
@@ -16,6 +17,10 @@ import pathlib
 import statistics
 
 import runs as study
+
+
+# Steps of a run that measures the speed.
+_SPEED_STEPS = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +69,23 @@ class Study:
 
   def run(self, name: str, rate: float, seed: int) -> pathlib.Path:
     """Return the finished run of an optimizer."""
-    folder = self.out / f'{name}_{rate:g}_{seed}'
+    return self._run(f'{name}_{rate:g}_{seed}', name, rate, seed, self.steps, self.period)
+
+  def steps_per_second(self, name: str, rate: float) -> float:
+    """Return the median of a run without evaluations before its end."""
+    folder = self._run(f'{name}_speed', name, rate, 0, _SPEED_STEPS, _SPEED_STEPS)
+    _, *rates = study.curve(folder, *study.STEPS_PER_SECOND).values()  # without compilation
+    return statistics.median(rates)
+
+  def _run(
+    self, folder_name: str, name: str, rate: float, seed: int, steps: int, period: int
+  ) -> pathlib.Path:
+    folder = self.out / folder_name
     flags = {
       'LEARNING_RATE': rate,
       'RANDOM_SEED': seed,
-      'TRAIN_STEPS': self.steps,
-      'EVAL_PERIOD': self.period,
+      'TRAIN_STEPS': steps,
+      'EVAL_PERIOD': period,
       'EVAL_STEPS': 16,
       **dict(_OPTIMIZERS[name].options),
     }
@@ -125,6 +141,7 @@ def main() -> None:
     rate, tried = of_study.best_rate(name, arguments.seeds[0])
     curves = [of_study.losses(name, rate, seed) for seed in arguments.seeds]
     folders = [of_study.run(name, rate, seed) for seed in arguments.seeds]
+    speed = of_study.steps_per_second(name, rate)
     loss, loss_range = study.mean_and_deviation([losses[arguments.steps] for losses in curves])
     matches = [study.curve(folder, *study.MATCH)[arguments.steps] for folder in folders]
     match, match_range = study.mean_and_deviation(matches)
@@ -132,11 +149,6 @@ def main() -> None:
     steps = 'not reached'
     seconds = ''
     if None not in reached:
-      speed = statistics.median(
-        value
-        for folder in folders
-        for value in study.curve(folder, *study.STEPS_PER_SECOND).values()
-      )
       steps = f'{statistics.mean(reached):.0f} ({min(reached)} to {max(reached)})'
       seconds = f'{statistics.mean(reached) / speed:.1f}'
     lines.append(
