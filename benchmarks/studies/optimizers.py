@@ -18,7 +18,6 @@ import statistics
 
 import runs as study
 
-
 # Steps of a run that measures the speed.
 _SPEED_STEPS = 200
 
