@@ -129,15 +129,17 @@ def _command(run: str, tracker: Tracker) -> str:
   """Return the command that sends the rest of a run to a tracker with these options."""
   cls = type(tracker)
   command = f't5x_lite track {shlex.quote(run)} --once'
+  note = ''
   if cls.__name__ == TRACKERS.get(tracker.name):
     command += f' --to={tracker.name}'
     selector = f'trackers.{cls.__name__}'
   else:
     selector = f'{cls.__module__}.{cls.__name__}'
-    command += f' --gin_file=FILE --gin.TRACKER=@{selector}() # a FILE that imports the module'
+    command += f' --gin_file=FILE {gin_flag("TRACKER", f"@{selector}()")}'
+    note = '  # FILE imports the module of the tracker'
   if dataclasses.is_dataclass(tracker):
     for field in dataclasses.fields(tracker):
       value = getattr(tracker, field.name)
       if field.init and value != field.default:
         command += f' {gin_flag(f"{selector}.{field.name}", repr(value))}'
-  return command
+  return command + note

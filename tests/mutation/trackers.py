@@ -177,6 +177,13 @@ MUTANTS = (
     'tests/trackers/test_threads.py::test_a_tracker_that_fails_is_tried_again_with_one_warning',
   ),
   Mutant(
+    'the_command_of_an_own_tracker_is_not_quoted',
+    _THREADS,
+    '{gin_flag("TRACKER", f"@{selector}()")}',
+    '--gin.TRACKER=@{selector}()',
+    'tests/trackers/test_threads.py::test_a_shell_reads_the_command_of_an_own_tracker_with_all_its_options',
+  ),
+  Mutant(
     'trackers_begin_before_old_results_are_discarded',
     't5x_lite/apps/train/open_run.py',
     'self.trackers = stack.enter_context(trackers.FollowerThreads(cfg.model_dir, given))',

@@ -1,6 +1,8 @@
 """Followers in threads: nothing that a tracker does stops or delays the run, and its end has a limited time."""
 
 import dataclasses
+import shlex
+import subprocess
 import threading
 import time
 
@@ -117,6 +119,30 @@ def test_a_tracker_that_always_fails_ends_at_once_with_the_command_that_sends_th
     'The tracker wandb does not have all results of the run: RuntimeError: no connection. To send the rest:\n'
     f'  t5x_lite track {run.path} --once --to=wandb --gin.trackers.Wandb.project="\'mine\'"'
   )
+
+
+@dataclasses.dataclass
+class _Own(trackers.Tracker):
+  path: str = 'a.csv'
+  name = 'own'
+
+  def start(self, run_info):
+    raise RuntimeError('no disk')
+
+  log = table = finish = flush = start
+
+
+def test_a_shell_reads_the_command_of_an_own_tracker_with_all_its_options(run, caplog):
+  _follow(run, _Own(path='my file.csv'))
+  command = _records(caplog)[-1].getMessage().splitlines()[-1]
+  selector = 'tests.trackers.test_threads._Own'
+  assert shlex.split(command.strip(), comments=True) == [
+    *['t5x_lite', 'track', str(run.path), '--once', '--gin_file=FILE'],
+    *[f'--gin.TRACKER=@{selector}()', f"--gin.{selector}.path='my file.csv'"],
+  ]
+  checked = subprocess.run(['bash', '-n', '-c', command], capture_output=True, text=True)
+  assert checked.stderr == ''
+  assert command.endswith('  # FILE imports the module of the tracker')
 
 
 def test_nothing_follows_before_the_start(run, tmp_path):
