@@ -9,6 +9,7 @@ from typing import Any
 
 from t5x_lite import checks
 from t5x_lite.apps.common import run_files
+from t5x_lite.errors import ConfigError
 from t5x_lite.trackers import base
 
 _TEXT = checks.instance(str, 'a string').or_none()
@@ -54,12 +55,22 @@ class Mlflow(base.Tracker):
     """See base class."""
     # MLflow reports the use of its functions to its authors unless this is set.
     os.environ.setdefault('MLFLOW_DISABLE_TELEMETRY', 'true')
-    from mlflow import MlflowClient
+    import mlflow
     from mlflow.entities import Param
+    from mlflow.exceptions import MlflowException
 
-    self._client = MlflowClient()
     self._metrics = []
-    experiment = self._experiment()
+    try:
+      self._client = mlflow.MlflowClient()
+      experiment = self._experiment()
+    except MlflowException as error:
+      if mlflow.is_tracking_uri_set():
+        raise
+      raise ConfigError(
+        f'MLFLOW_TRACKING_URI must say where MLflow keeps its runs, got nothing, and its default fails: {error}. '
+        'Set MLFLOW_TRACKING_URI=https://SERVER, or for a folder MLFLOW_TRACKING_URI=$PWD/mlruns and '
+        'MLFLOW_ALLOW_FILE_STORE=true.'
+      ) from error
     found = self._client.search_runs([experiment], f"tags.`{_RUN_ID}` = '{run_info.run_id}'")
     if found:
       self._run = found[0].info.run_id

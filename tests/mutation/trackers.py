@@ -177,6 +177,13 @@ MUTANTS = (
     'tests/trackers/test_threads.py::test_a_tracker_that_fails_is_tried_again_with_one_warning',
   ),
   Mutant(
+    'mlflow_without_a_place_names_no_variable',
+    't5x_lite/trackers/mlflow_tracker.py',
+    'if mlflow.is_tracking_uri_set():',
+    'if True:',
+    'tests/trackers/test_mlflow_tracker.py::test_without_a_place_the_error_names_the_variable',
+  ),
+  Mutant(
     'the_command_of_an_own_tracker_is_not_quoted',
     _THREADS,
     '{gin_flag("TRACKER", f"@{selector}()")}',

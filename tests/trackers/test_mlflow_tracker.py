@@ -9,9 +9,10 @@ import time
 import pytest
 
 from t5x_lite import trackers
+from t5x_lite.errors import ConfigError
 from tests.trackers.tracker_cases import GrowingRun
 
-pytest.importorskip('mlflow')
+mlflow_exceptions = pytest.importorskip('mlflow.exceptions')
 
 
 @pytest.fixture
@@ -99,3 +100,20 @@ def test_a_server_that_does_not_answer_has_a_limited_time(run, monkeypatch, capl
     record.getMessage() for record in caplog.records if record.name.startswith('t5x_lite')
   ]
   assert message.endswith(f't5x_lite track {run.path} --once --to=mlflow')
+
+
+def test_without_a_place_the_error_names_the_variable(run, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  # MLflow uses a folder `mlruns` of the working directory if there is one, which needs the second variable.
+  (tmp_path / 'mlruns/0').mkdir(parents=True)
+  (tmp_path / 'mlruns/0/meta.yaml').write_text('')
+  monkeypatch.delenv('MLFLOW_TRACKING_URI')
+  monkeypatch.delenv('MLFLOW_ALLOW_FILE_STORE')
+  with pytest.raises(ConfigError, match=r'MLFLOW_TRACKING_URI=https://SERVER, or for a folder'):
+    trackers.Follower(run.path, trackers.Mlflow()).send()
+
+
+def test_the_error_of_a_chosen_place_is_that_of_mlflow(run, monkeypatch):
+  monkeypatch.delenv('MLFLOW_ALLOW_FILE_STORE')
+  with pytest.raises(mlflow_exceptions.MlflowException, match='MLFLOW_ALLOW_FILE_STORE'):
+    trackers.Follower(run.path, trackers.Mlflow()).send()
