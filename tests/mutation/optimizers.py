@@ -421,6 +421,13 @@ MUTANTS = (
     'tests/optimizers/test_layouts.py::test_updates_are_equal_in_each_layout[lars-scalable]',
   ),
   Mutant(
+    'units_lose_dims_after_the_last_name',
+    't5x_lite/optimizers/axes/units.py',
+    'axes = (*axes, *(None,) * (len(shape) - is_stacked - len(axes)))',
+    'axes = axes or (None,) * (len(shape) - is_stacked)',
+    'tests/optimizers/axes/test_units.py::test_dims_after_the_last_name_have_no_name',
+  ),
+  Mutant(
     'experts_are_no_units',
     't5x_lite/optimizers/axes/units.py',
     "BATCH_AXES = ('layers', 'stack', 'expert')",

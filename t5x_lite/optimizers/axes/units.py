@@ -136,10 +136,12 @@ class UnitsByPath:
     is_stacked = layer_stacks.is_stacked(path)
     axes = self._axes.get(first)
     if axes is None:
-      axes = (None,) * (len(shape) - is_stacked)
+      axes = ()
+    # As in JAX, dims after the last name have none.
+    axes = (*axes, *(None,) * (len(shape) - is_stacked - len(axes)))
     if is_stacked:
       axes = ('layers', *axes)
-    return units_of(shape, tuple(axes))
+    return units_of(shape, axes)
 
 
 def _name_of(names: Sequence[str | None]) -> str | None:

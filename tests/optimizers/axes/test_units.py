@@ -72,3 +72,11 @@ def test_units_by_path_of_stacked_layers():
   assert single.is_single
   unknown = units_lib.UnitsByPath().of('x', jax.ShapeDtypeStruct((3, 4, 6), jnp.float32))
   assert unknown.is_single
+
+
+def test_dims_after_the_last_name_have_no_name():
+  by_path = units_lib.UnitsByPath({'none': P(), 'first': P('expert')})
+  array = jax.ShapeDtypeStruct((3, 4, 6), jnp.float32)
+  assert by_path.of('none', array).is_single
+  assert by_path.of('first', array).batch_shape == (3,)
+  assert by_path.of('first', array).unit_shape == (4, 6)
