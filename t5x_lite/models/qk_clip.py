@@ -81,7 +81,8 @@ def clip(
   of_step = metrics[CLIPPED_HEADS]
   # [attentions, heads]
   largest = jnp.maximum(of_step.scores, of_step.threshold)
-  factors = jnp.sqrt(of_step.threshold / largest)
+  # An infinite score would leave kernels of zeros, which get no gradients.
+  factors = jnp.where(jnp.isfinite(largest), jnp.sqrt(of_step.threshold / largest), 1.0)
   paths = {path for path, _ in tree_utils.named_leaves(params)}
 
   def scale(path: str, param: Array) -> Array:

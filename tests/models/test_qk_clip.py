@@ -248,6 +248,17 @@ def test_metrics_of_several_steps_are_those_of_the_largest_scores():
   assert merged.compute() == 2
 
 
+def test_scores_that_are_not_finite_leave_kernels_as_they_are():
+  scores = jnp.array([[8.0, np.inf, np.nan]])
+  metrics = {
+    qk_clip.CLIPPED_HEADS: qk_clip.ClippedHeads(scores=scores, paths=('a',), threshold=2.0)
+  }
+  params = {'a': {'query': {'kernel': jnp.ones([1, 6])}}}
+  config = _config(qk_clip_threshold=2.0)
+  clipped = qk_clip.clip(params, config, metrics, frozen=())
+  np.testing.assert_array_equal(clipped['a']['query']['kernel'], [[0.5, 0.5, 1, 1, 1, 1]])
+
+
 def test_averages_are_those_of_clipped_parameters():
   model = _model()
   state, _ = _step(model, _state(model, averaging.ParamEma(decay=0.0)))

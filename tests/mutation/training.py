@@ -951,8 +951,8 @@ MUTANTS = (
   Mutant(
     'heads_are_clipped_by_the_square',
     't5x_lite/models/qk_clip.py',
-    'factors = jnp.sqrt(of_step.threshold / largest)',
-    'factors = of_step.threshold / largest',
+    'jnp.sqrt(of_step.threshold / largest)',
+    'of_step.threshold / largest',
     'tests/models/test_qk_clip.py::test_heads_above_the_threshold_are_clipped',
   ),
   Mutant(

@@ -26,12 +26,15 @@ from t5x_lite.optimizers.optax_adapter import param_scales
 from t5x_lite.optimizers.optax_adapter.wrapper import OptaxWrapper
 from t5x_lite.types import Array, LogicalAxes, PyTree
 
+# Default number of iterations.
+_STEPS = 5
+
 
 @checks.checks_arguments(choice_lib.OWNER)
 def muon(
   learning_rate: Any = None,
   ns_coeffs: Any = 'standard',
-  ns_steps: int = 5,
+  ns_steps: int = _STEPS,
   beta: Any = 0.95,
   eps: Any = 1e-8,
   weight_decay: Any = 0.0,
@@ -69,7 +72,7 @@ def muon(
     learning_rate: number or schedule; None means the trainer's.
     ns_coeffs: coefficients a, b, c of an iteration, a X + b (X X^T) X + c (X X^T)^2 X: three numbers, or three for each
       iteration; 'standard', Jordan's; or 'dion', five rows (Ahn et al. 2025, https://arxiv.org/abs/2504.05295).
-    ns_steps: number of iterations; with rows of `ns_coeffs` it is the number of rows.
+    ns_steps: number of iterations; leave it out with rows of `ns_coeffs`, whose number it is then.
     beta: decay of the momentum.
     eps: added to the norm that divides a matrix, and to the root of AdamW's second moment.
     weight_decay: decoupled decay of the matrices, a number or a schedule (Liu et al. 2025, section 2.2,
@@ -106,6 +109,14 @@ def muon(
   iteration = orthogonalize_lib.Iteration(
     ns_coeffs=ns_coeffs, ns_steps=ns_steps, preconditioning=preconditioning, eps=eps
   )
+  if ns_steps != _STEPS and iteration.coefficients.ndim == 2:
+    raise checks.invalid(
+      choice_lib.OWNER,
+      'ns_steps',
+      'the default with coefficients for each iteration, whose number is that of the iterations',
+      ns_steps,
+      'Leave it out, or give three coefficients.',
+    )
 
   def scale_of(shape: tuple[int, ...]) -> Any:
     num_inputs, num_outputs = shape

@@ -71,8 +71,10 @@ def _dimension_numbers(kind: type) -> Expectation:
 def _are_coefficients(value: Any) -> bool:
   if isinstance(value, str):
     return value in ('standard', 'dion')
-  shape = np.shape(value)
-  return len(shape) in (1, 2) and shape[-1] == 3 and bool(np.all(np.isfinite(value)))
+  coefficients = np.asarray(value)
+  shape = coefficients.shape
+  has_rows = len(shape) in (1, 2) and shape[-1] == 3
+  return has_rows and coefficients.dtype != bool and bool(np.all(np.isfinite(coefficients)))
 
 
 def _are_matrices(value: Any) -> bool:

@@ -237,6 +237,22 @@ def test_a_resumed_run_has_the_coefficients_of_its_options():
   )
 
 
+@pytest.mark.parametrize(
+  'options, message',
+  [
+    (
+      {'ns_coeffs': 'dion', 'ns_steps': 9},
+      r'`muon.ns_steps` must be the default .* got 9. Leave it out',
+    ),
+    ({'ns_coeffs': [(3.0, -4.0, 2.0)] * 2, 'ns_steps': 3}, r'`muon.ns_steps` must be the default'),
+    ({'ns_coeffs': (True, False, True)}, r'`muon.ns_coeffs` must be'),
+  ],
+)
+def test_coefficients_and_their_number_are_checked(options, message):
+  with pytest.raises(ConfigError, match=message):
+    optimizers.muon(_RATE, **options)
+
+
 def test_the_dims_of_matrices_cannot_be_given():
   numbers = {'kernel': optax.contrib.MuonDimensionNumbers(0, 1)}
   with pytest.raises(ConfigError, match='must be None, got .*follow from the logical axes'):
