@@ -42,6 +42,7 @@ _SIZES = {'embed': 24, 'mlp': 32, 'expert_mlp': 32, 'vocab': 48, 'layers': 2, No
 # Large state that does not belong to one parameter.
 _GLOBAL = {
   r'/global_stats/': 'Shampoo: all matrices in one stack over all devices.',
+  r'/ns_coeffs$': 'Muon: three numbers for each iteration.',
   r'/groups/': 'ScaledAdam: four numbers for each parameter, and each expert of one, on every device.',
 }
 # (form, number of experts, model partitions): all that the first form can do, and all of the second.
