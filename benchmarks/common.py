@@ -193,6 +193,23 @@ def t5_small(
   )
 
 
+def trainer(setup: types.SimpleNamespace) -> Any:
+  """Return a `Trainer` of the result of `t5_small`, without a state and without metrics."""
+  import jax
+
+  from t5x_lite import trainer as trainer_lib
+
+  return trainer_lib.Trainer(
+    setup.model,
+    setup.initializer.global_train_state_shape,
+    setup.partitioner,
+    [],
+    None,
+    setup.initializer.train_state_axes,
+    jax.random.key(0),
+  )
+
+
 def program_facts(program: Any) -> dict[str, float]:
   """Return the `gflop` that XLA counts in a compiled program, and its `temporaries` in MB (10^6 bytes)."""
   return {

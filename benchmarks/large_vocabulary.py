@@ -68,23 +68,11 @@ def _seconds(program, arguments):
 
 def _compile_step(args, chunk_size):
   """Return the compiled train step of T5 1.1 small."""
-  import jax
-
-  from t5x_lite import trainer as trainer_lib
-
   small = argparse.Namespace(
     layers=8, batch=args.batch, inputs=args.length, targets=args.length, optimizer='adafactor'
   )
   setup = common.t5_small(small, loss_chunk_size=chunk_size, dtype=args.dtype)
-  trainer = trainer_lib.Trainer(
-    setup.model,
-    setup.initializer.global_train_state_shape,
-    setup.partitioner,
-    [],
-    None,
-    setup.initializer.train_state_axes,
-    jax.random.key(0),
-  )
+  trainer = common.trainer(setup)
   return trainer.partitioned_train_step().lower(trainer.step_state, setup.batch).compile()
 
 

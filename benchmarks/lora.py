@@ -39,19 +39,8 @@ def _program(args: argparse.Namespace, variant: dict):
   """Return (function that makes a state, compiled step of a state and a batch, batch)."""
   import jax
 
-  from t5x_lite import trainer as trainer_lib
-
   setup = common.t5_small(args, **variant)
-  trainer = trainer_lib.Trainer(
-    setup.model,
-    setup.initializer.global_train_state_shape,
-    setup.partitioner,
-    (),
-    None,
-    setup.initializer.train_state_axes,
-    jax.random.key(0),
-    None,
-  )
+  trainer = common.trainer(setup)
   step = trainer.partitioned_train_step()
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trainer.step_state)
   compiled = step.lower(shapes, setup.batch).compile()

@@ -117,15 +117,7 @@ def main() -> None:
 
   setup = common.t5_small(args)
   before = common.matmul_gflops()
-  trainer = trainer_lib.Trainer(
-    setup.model,
-    setup.initializer.global_train_state_shape,
-    setup.partitioner,
-    [],
-    None,
-    setup.initializer.train_state_axes,
-    jax.random.key(0),
-  )
+  trainer = common.trainer(setup)
   trainer.compile_train(setup.batch)
   trainer.step_state = setup.initializer.from_scratch(jax.random.key(0), trainer.stacked_layers)
   initializer = state_init.TrainStateInitializer(

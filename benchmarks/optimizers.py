@@ -201,6 +201,8 @@ def measure(name, setting, num_steps):
   compile_seconds, compiled = common.timed(
     lambda: jax.jit(step, donate_argnums=(0,)).lower(optimizer, setting.grads, target).compile()
   )
+  temporaries = compiled.memory_analysis().temp_size_in_bytes
+  print(f'{name}: {temporaries / 1e6:.0f} MB of temporaries', file=sys.stderr, flush=True)
   seconds, reference_seconds = [], []
   interval = _INTERVALS.get(name, 1)
   for index in range(_WARM_UP + -(-num_steps // interval) * interval):

@@ -33,21 +33,12 @@ def main() -> None:
 
   from t5x_lite import runtime
   from t5x_lite import trackers
-  from t5x_lite import trainer as trainer_lib
   from t5x_lite import tree_utils
   from t5x_lite.trainer import summaries
 
   setup = common.t5_small(args)
   before = common.matmul_gflops()
-  trainer = trainer_lib.Trainer(
-    setup.model,
-    setup.initializer.global_train_state_shape,
-    setup.partitioner,
-    [],
-    None,
-    setup.initializer.train_state_axes,
-    jax.random.key(0),
-  )
+  trainer = common.trainer(setup)
   trainer.compile_train(setup.batch)
   trainer.step_state = setup.initializer.from_scratch(jax.random.key(0), trainer.stacked_layers)
   num_params = tree_utils.num_elements(trainer.step_state.params)

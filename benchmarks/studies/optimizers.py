@@ -114,7 +114,7 @@ class Study:
 
 
 def first_step_at(losses: dict[int, float], target: float) -> int | None:
-  """Return the first evaluated step whose loss is at most `target`; None if there is none."""
+  """Return the first evaluated step whose loss is at most `target`, or None."""
   return next((step for step, loss in sorted(losses.items()) if loss <= target), None)
 
 
