@@ -89,7 +89,7 @@ class Wandb(base.Tracker):
       run_info.folder.mkdir(parents=True, exist_ok=True)
       folder = run_info.folder
     if run_info.folder is not None and _DATA_DIR not in os.environ:
-      # wandb keeps copies of tables until they are uploaded: beside the run, not in the home folder.
+      # wandb keeps copies of tables until they are uploaded, by default in the home folder.
       os.environ[_DATA_DIR] = str(run_info.folder / 'wandb')
       self._has_set_data_dir = True
     self._run = wandb.init(
