@@ -20,6 +20,7 @@ import flax.core
 from t5x_lite import checks
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
+from t5x_lite.optimizers.axes.units import BATCH_AXES
 from t5x_lite.types import PyTree
 
 
@@ -91,7 +92,7 @@ def standard_logical_factor_rules() -> flax.core.FrozenDict[str, FactorDim]:
   )
   rules = dict.fromkeys(columns, FactorDim.COLUMN)
   rules |= {'embed': FactorDim.ROW}
-  rules |= dict.fromkeys(('layers', 'stack', 'expert'), FactorDim.BATCH)
+  rules |= dict.fromkeys(BATCH_AXES, FactorDim.BATCH)
   rules |= dict.fromkeys(
     ('relpos_buckets', 'layer_norm_scale', 'unmodeled', 'lora_rank'), FactorDim.NONE
   )

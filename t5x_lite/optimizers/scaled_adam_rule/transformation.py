@@ -19,6 +19,7 @@ from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
 from t5x_lite.optimizers.axes import names
 from t5x_lite.optimizers.axes.rules import OptaxStatePartitionRules
+from t5x_lite.optimizers.axes.units import BATCH_AXES
 from t5x_lite.optimizers.base import definition
 from t5x_lite.optimizers.base import scalars
 from t5x_lite.optimizers.base.param_scales import ParamScales
@@ -66,7 +67,7 @@ def scaled_adam(
   clip_scale_gradient_only: bool = False,
   param_labels: Any = None,
   group_options: Mapping[str, Mapping[str, Any]] | None = None,
-  batch_axes: Sequence[str] = ('layers', 'stack', 'expert'),
+  batch_axes: Sequence[str] = BATCH_AXES,
   batch_dims: Sequence[tuple[str, Any]] = (),
 ) -> OptaxWrapper:
   """Return ScaledAdam (Yao et al. 2023, https://arxiv.org/abs/2310.11230; Daniel Povey's, from the icefall toolkit).
