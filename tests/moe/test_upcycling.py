@@ -233,7 +233,7 @@ def test_every_optimizer(row):
     assert name in wanted and value.shape == wanted[name].shape, name
     if name in stored:
       assert value is stored[name], name
-  is_mixed = 'shampoo' in row or 'scaled_adam' in row
+  is_mixed = any(name in row for name in ('shampoo', 'soap', 'scaled_adam'))
   pattern = next((_LEFT[key] for key in _LEFT if key == row), None)
   for name in left:
     assert is_mixed or (pattern and re.search(pattern, name)), (row, name)

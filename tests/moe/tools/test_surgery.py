@@ -169,7 +169,7 @@ _AXES = {
   'encoder/layers_0/mlp/expert/wo/kernel': ('expert', 'expert_mlp', 'embed'),
   'encoder/layers_0/mlp/router/router_weights/w/kernel': ('embed', None),
 }
-_CANNOT_FOLLOW = ('shampoo', 'scaled_adam', 'lbfgs', 'galore')
+_CANNOT_FOLLOW = ('shampoo', 'soap', 'scaled_adam', 'lbfgs', 'galore')
 
 
 @pytest.mark.parametrize(
