@@ -43,8 +43,6 @@ _SIZES = {'embed': 24, 'mlp': 32, 'expert_mlp': 32, 'vocab': 48, 'layers': 2, No
 _GLOBAL = {
   r'/global_stats/': 'Shampoo: all matrices in one stack over all devices.',
   r'/ns_coeffs$': 'Muon: three numbers for each iteration.',
-  r'^param_states/params/.*/(statistics|bases)/\d': 'SOAP: matrices of all experts in one stack over all devices.',
-  r'^param_states/params/.*/momentum/bucket_size$': 'SOAP: scales of int8 momenta, shared by experts.',
   r'/groups/': 'ScaledAdam: four numbers for each parameter, and each expert of one, on every device.',
 }
 # (form, number of experts, model partitions): all that the first form can do, and all of the second.

@@ -616,8 +616,8 @@ MUTANTS = (
   Mutant(
     'soap_layers_and_experts_share_bases',
     't5x_lite/optimizers/soap_rule/__init__.py',
-    'UnitsByPath(param_axes)',
-    'UnitsByPath()',
+    '  units_fn=units_as_layers,\n',
+    '',
     'tests/optimizers/soap_rule/test_update.py::test_every_layer_and_expert_has_its_own_bases',
   ),
   Mutant(

@@ -17,11 +17,8 @@ from t5x_lite.optimizers.axes.units import UnitsByPath
 from t5x_lite.optimizers.base.param_scales import ParamScales
 from t5x_lite.optimizers.optax_adapter import param_scales
 from t5x_lite.optimizers.optax_adapter.wrapper import OptaxWrapper
-from t5x_lite.types import LogicalAxes, Params
 
 RATE = 'learning_rate'
-# Argument of constructors that depend on the logical axes of the parameters.
-PARAM_AXES = 'param_axes'
 # Function from a learning rate, None without the trainer's, to a transformation.
 BuildFn = Callable[[Any], optax.GradientTransformation]
 # See `Call.units_fn`.
@@ -45,7 +42,6 @@ class Call:
     units_fn: function from (transformation, units of the parameters) to one of units, such as `per_unit`; None if the
       transformation updates arrays as they are.
     units: units of the parameters, single arrays until their axes are known.
-    takes_param_axes: True if the constructor takes the logical axes of the parameters; see `wrap_optax_optimizer`.
   """
 
   constructor: Callable[..., optax.GradientTransformation]
@@ -57,7 +53,6 @@ class Call:
   options: Mapping[str, Any]
   units_fn: UnitsFn | None = None
   units: UnitsByPath = UnitsByPath()
-  takes_param_axes: bool = False
 
   def wrapper(self) -> OptaxWrapper:
     """Return the optimizer.
@@ -94,14 +89,7 @@ class Call:
   def _rebuild(self) -> RebuildFn | None:
     if self.units_fn is not None:
       return lambda axes, params: dataclasses.replace(self, units=UnitsByPath(axes)).wrapper()
-    if self.takes_param_axes:
-      return self._with_axes
     return rebuild_fn(functools.partial(self._call, self.factory), self.bound.arguments)
-
-  def _with_axes(self, axes: LogicalAxes, params: Params | None) -> OptaxWrapper:
-    del params
-    constructor = functools.partial(self.constructor, **{PARAM_AXES: axes})
-    return dataclasses.replace(self, constructor=constructor).wrapper()
 
   def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     bound = inspect.BoundArguments(self.bound.signature, dict(arguments))

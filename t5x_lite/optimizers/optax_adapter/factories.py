@@ -57,7 +57,6 @@ def wrap_optax_optimizer(
   units_fn: calls.UnitsFn | None = None,
   layout_reason_fn: LayoutReasonFn | None = None,
   scaling: Scaling = Scaling(),
-  takes_param_axes: bool = False,
 ) -> Callable[..., OptaxWrapper]:
   """Turn a constructor of optax transformations into one of `OptaxWrapper`s.
 
@@ -75,8 +74,6 @@ def wrap_optax_optimizer(
       them; None if it applies to all calls of an optimizer in the table.
     scaling: how learning rate and weight decay are scaled by parameter; by default updates are multiplied for the one,
       and options with the names in `param_scales.WEIGHT_DECAYS` for the other.
-    takes_param_axes: pass the logical axes of the parameters (see `OptimizerDef.with_param_axes`) as the keyword
-      argument `param_axes` of the constructor, which users do not see; its default stands for unknown axes.
 
   Returns:
     A function with the arguments and documentation of `optax_optimizer`. It raises ConfigError for unknown or missing
@@ -109,7 +106,6 @@ def wrap_optax_optimizer(
     layout_reason_fn=layout_reason_fn,
     checks_options=False,
     scaling=scaling,
-    takes_param_axes=takes_param_axes,
   )
 
 
@@ -125,7 +121,6 @@ def _wrap(
   units_fn: calls.UnitsFn | None = None,
   layout_reason_fn: LayoutReasonFn | None = None,
   scaling: Scaling = Scaling(),
-  takes_param_axes: bool = False,
 ) -> Callable[..., OptaxWrapper]:
   """Wrap a constructor.
 
@@ -141,13 +136,11 @@ def _wrap(
     units_fn: see `wrap_optax_optimizer`; ignored if the user gives numbers of dims, which are those of arrays.
     layout_reason_fn: see `wrap_optax_optimizer`.
     scaling: see `wrap_optax_optimizer`.
-    takes_param_axes: see `wrap_optax_optimizer`.
   """
   name = name or _function_of(optax_optimizer).__name__
   signature, annotations = _wrapped_signature(
     optax_optimizer,
     takes_learning_rate=owner == 'trainer',
-    takes_param_axes=takes_param_axes,
   )
   if checks_options:
     # The errors of `option_checks` are clearer than gin's, which show annotations of all kinds of arrays.
@@ -188,7 +181,6 @@ def _wrap(
         has_layout_reason=has_layout_reason,
       ),
       units_fn=units_fn_of_call,
-      takes_param_axes=takes_param_axes,
     ).wrapper()
 
   wrapped.__name__ = wrapped.__qualname__ = name
@@ -216,15 +208,12 @@ def _without_examples(constructor: Callable[..., Any]) -> str:
 
 
 def _wrapped_signature(
-  optax_optimizer: Callable[..., Any], *, takes_learning_rate: bool, takes_param_axes: bool
+  optax_optimizer: Callable[..., Any], *, takes_learning_rate: bool
 ) -> tuple[inspect.Signature, dict[str, Any]]:
   """Return (signature, annotations) of a wrapped constructor: optional learning rate, `OptaxWrapper` as optimizers."""
   signature = inspect.signature(optax_optimizer)
   parameters = dict(signature.parameters)
   annotations = dict(getattr(optax_optimizer, '__annotations__', {}))
-  if takes_param_axes:
-    del parameters[calls.PARAM_AXES]
-    annotations.pop(calls.PARAM_AXES, None)
   if takes_learning_rate:
     rate = parameters[_RATE]
     annotations[_RATE] = Any

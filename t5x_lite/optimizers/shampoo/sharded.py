@@ -28,6 +28,8 @@ from t5x_lite.optimizers.shampoo.blocks import block_statistics
 from t5x_lite.optimizers.shampoo.blocks import norm_of_blocks
 from t5x_lite.optimizers.shampoo.blocks import precondition_blocks
 from t5x_lite.optimizers.shampoo.config import ShampooConfig
+from t5x_lite.optimizers.shampoo.leaves import Leaf
+from t5x_lite.optimizers.shampoo.leaves import single_layouts
 from t5x_lite.optimizers.shampoo.placement import REPLICATED
 from t5x_lite.optimizers.shampoo.placement import Devices
 from t5x_lite.optimizers.shampoo.placement import Placement
@@ -70,7 +72,7 @@ def sharded_transformation(
   def update(
     grads: PyTree, state: ShampooState, params: PyTree | None = None
   ) -> tuple[PyTree, ShampooState]:
-    leaves, treedef = update_lib.flatten_inputs(grads, params, cfg)
+    leaves, treedef = update_lib.inputs_of(grads, params, cfg)
     local_stats = treedef.flatten_up_to(state.stats.local_stats)
     global_stats = state.stats.global_stats
     devices = Devices.in_context()
@@ -156,7 +158,7 @@ def init_sharded(params: Params, cfg: ShampooConfig) -> ShampooState:
     cfg: options.
   """
   leaves, treedef = jax.tree.flatten(params)
-  index = MatrixIndex([state_lib.layout_of(leaf, cfg) for leaf in leaves])
+  index = MatrixIndex([state_lib.layout_of(np.shape(leaf), cfg) for leaf in leaves])
   local_stats = [
     LocalShardedParameterStats(sizes=layout.sizes, **state_lib.init_local(leaf, cfg))
     for leaf, layout in zip(leaves, index.layouts, strict=True)
@@ -234,7 +236,7 @@ def _replicated(array: jax.Array) -> jax.Array:
 
 
 def _update_parameters(
-  leaves: Sequence[update_lib.Leaf],
+  leaves: Sequence[Leaf],
   local_stats: Sequence[LocalShardedParameterStats],
   preconditioners: jax.Array,
   statistics: jax.Array,
@@ -309,7 +311,7 @@ def _update_parameters(
 
 
 def _for_each_layer(
-  fn: Callable[..., Any], leaf: update_lib.Leaf, carry: PyTree, inputs: PyTree
+  fn: Callable[..., Any], leaf: Leaf, carry: PyTree, inputs: PyTree
 ) -> tuple[Any, Any]:
   """Return the result of `jax.lax.scan` over the layers of a parameter, or without a loop if layers are not stacked.
 
@@ -385,14 +387,14 @@ def _update_blocks(
 def _update_roots(
   statistics: jax.Array,
   preconditioners: jax.Array,
-  leaves: Sequence[update_lib.Leaf],
+  leaves: Sequence[Leaf],
   never: jax.Array,
   count: jax.Array,
   devices: Devices,
   cfg: ShampooConfig,
 ) -> tuple[jax.Array, jax.Array]:
   """Return the preconditioners [N, n, n] with the roots that are due, and the error of each [N] (`compute_roots`)."""
-  index = MatrixIndex(update_lib.single_layouts(leaves))
+  index = MatrixIndex(single_layouts(leaves))
   batches = index.batches(cfg)
   if not batches:
     return preconditioners, jnp.zeros(len(preconditioners))
@@ -451,7 +453,7 @@ def _update_roots(
   return preconditioners, errors
 
 
-def _errors_of(leaf: update_lib.Leaf, errors: jax.Array) -> list[jax.Array]:
+def _errors_of(leaf: Leaf, errors: jax.Array) -> list[jax.Array]:
   """Return the errors [k], or [num_layers, k], of each stack of a parameter, given the global ones [N]."""
   stack_of_matrix = leaf.layout.order[:, 0]
   found = []

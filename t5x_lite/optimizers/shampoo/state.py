@@ -164,16 +164,10 @@ class InitFnState(NamedTuple):
   shape_and_dtype_fn: Callable[[Params], ShampooState]
 
 
-def layout_of(array: Any, cfg: ShampooConfig, *, has_layers: bool = False) -> BlockLayout:
-  """Return the division into blocks of a parameter, or of any object with a shape.
-
-  Args:
-    array: parameter, or any object with a shape.
-    cfg: options.
-    has_layers: True if the first dim is over layers, each of which has the layout.
-  """
+def layout_of(shape: tuple[int, ...], cfg: ShampooConfig) -> BlockLayout:
+  """Return the division into blocks of a parameter of this shape."""
   return make_layout(
-    np.shape(array)[has_layers:],
+    shape,
     block_size=cfg.block_size,
     merge_dims=cfg.best_effort_shape_interpretation,
     largest_dim=cfg.skip_preconditioning_dim_size_gt,
@@ -212,7 +206,7 @@ def init_local(param: Any, cfg: ShampooConfig) -> dict[str, Any]:
 
   momentum_of = functools.partial(quantize_momentum, cfg=cfg)
   second_moments_of = functools.partial(QuantizedValue.from_float, dtype=jnp.float32)
-  num_errors = max(layout_of(param, cfg).num_statistics, 1)
+  num_errors = max(layout_of(np.shape(param), cfg).num_statistics, 1)
   diagonal_statistics = None
   if cfg.has_diagonal_statistics:
     diagonal_statistics = zeros(second_moments_of)
@@ -234,7 +228,7 @@ def init_plain(params: Params, cfg: ShampooConfig) -> ShampooState:
   """
 
   def init_parameter(param: Any) -> ParameterStats:
-    layout = layout_of(param, cfg)
+    layout = layout_of(np.shape(param), cfg)
 
     def matrices(scale: float, partition_spec: PartitionSpec) -> BlockMatrices:
       stacks = []

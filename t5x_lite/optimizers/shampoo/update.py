@@ -13,7 +13,6 @@ sharded mode (`sharded`) uses the roots of the previous step.
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
-import itertools
 from typing import Any, cast
 
 import jax
@@ -21,11 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from t5x_lite import layer_stacks
-from t5x_lite import tree_utils
-from t5x_lite.errors import ConfigError
 from t5x_lite.optimizers.base import scalars
-from t5x_lite.optimizers.optax_adapter.param_scales import DecayByPath
 from t5x_lite.optimizers.shampoo import state as state_lib
 from t5x_lite.optimizers.shampoo.blocks import BlockLayout
 from t5x_lite.optimizers.shampoo.config import OWNER
@@ -34,6 +29,8 @@ from t5x_lite.optimizers.shampoo.grafting import NORM_EPSILON
 from t5x_lite.optimizers.shampoo.grafting import grafted_update
 from t5x_lite.optimizers.shampoo.grafting import norm
 from t5x_lite.optimizers.shampoo.grafting import second_moment_weight
+from t5x_lite.optimizers.shampoo.leaves import Leaf
+from t5x_lite.optimizers.shampoo.leaves import flatten_inputs
 from t5x_lite.optimizers.shampoo.quantize import QuantizedValue
 from t5x_lite.optimizers.shampoo.root_plan import Shares
 from t5x_lite.optimizers.shampoo.root_plan import compute_roots
@@ -60,7 +57,7 @@ def plain_transformation(
   def update(
     grads: PyTree, state: ShampooState, params: PyTree | None = None
   ) -> tuple[PyTree, ShampooState]:
-    leaves, treedef = flatten_inputs(grads, params, cfg)
+    leaves, treedef = inputs_of(grads, params, cfg)
     old_stats = treedef.flatten_up_to(state.stats)
     old_statistics = [stats.statistics.stacks for stats in old_stats]
     statistics = _update_statistics(old_statistics, leaves, state.count, cfg)
@@ -99,133 +96,12 @@ def plain_transformation(
   return optax.GradientTransformation(init, cast(optax.TransformUpdateFn, update))
 
 
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-  """Inputs of the update of one parameter, or of that of several layers, stacked in dim 0 (see `layer_stacks`).
-
-  Attributes:
-    grad: float32 gradient.
-    param: float32 parameter; None without weight decay.
-    weight_decay: weight decay of the parameter.
-    dtype: dtype of the parameter, or of the gradient if the parameters were not given.
-    layout: blocks of the parameter, or of that of a layer.
-    first_matrices: index of the first matrix of the parameter, or of that of each layer, among those of the parameters
-      in the order in which JAX flattens the tree with a subtree per layer.
-  """
-
-  grad: jax.Array
-  param: jax.Array | None
-  weight_decay: float
-  dtype: Any
-  layout: BlockLayout
-  first_matrices: tuple[int, ...]
-
-  @property
-  def is_stacked(self) -> bool:
-    """True if the arrays have a first dim over layers."""
-    return len(self.first_matrices) > 1
-
-  def of_each_layer(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of arrays like `grad`, given a function of arrays of one layer."""
-    if self.is_stacked:
-      return jax.vmap(fn)
-    return fn
-
-  @property
-  def starts(self) -> np.ndarray:
-    """`first_matrices` as int32 [num_layers], or as an int32 scalar if layers are not stacked."""
-    if self.is_stacked:
-      return np.array(self.first_matrices, np.int32)
-    return np.array(self.first_matrices[0], np.int32)
-
-  @property
-  def ranks(self) -> list[np.ndarray]:
-    """Int [num_layers * k] per stack: numbers that ascend in the order of the matrices without stacked layers."""
-    ranks = []
-    offset = 0
-    for count, _ in self.layout.stack_shapes:
-      of_layer = offset + np.arange(count)
-      ranks.append(np.add.outer(self.starts, of_layer).reshape(-1))
-      offset += count
-    return ranks
-
-  def merge(self, stacks: PyTree) -> PyTree:
-    """Return [num_layers * k, ...], given stacks [num_layers, k, ...]; others are returned unchanged."""
-    if self.is_stacked:
-      return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacks)
-    return stacks
-
-  def divide(self, stacks: PyTree) -> PyTree:
-    """Return the inverse of `merge`."""
-    num_layers = len(self.first_matrices)
-    if self.is_stacked:
-      return jax.tree.map(lambda x: x.reshape(num_layers, -1, *x.shape[1:]), stacks)
-    return stacks
-
-
-def flatten_inputs(
+def inputs_of(
   grads: Params, params: Params | None, cfg: ShampooConfig
 ) -> tuple[list[Leaf], PyTreeDef]:
-  """Return gradients and parameters as a list, and the structure of their tree.
-
-  Raises:
-    ConfigError: weight decay without parameters.
-  """
-  if params is None and cfg.weight_decay:
-    raise ConfigError(
-      f'`{OWNER}.weight_decay` needs the parameters. Call update(grads, state, params).'
-    )
-  flat_grads, treedef = jax.tree.flatten(grads)
-  if params is None:
-    flat_params = [None] * len(flat_grads)
-  else:
-    flat_params = treedef.flatten_up_to(params)
-  paths = [path for path, _ in tree_utils.named_leaves(grads)]
-  layouts = [
-    state_lib.layout_of(grad, cfg, has_layers=layer_stacks.is_stacked(path))
-    for path, grad in zip(paths, flat_grads, strict=True)
-  ]
-  first_matrices = _first_matrices(layouts, layer_stacks.single_paths(paths)[1])
-  leaves = []
-  for path, grad, param, layout, first in zip(
-    paths, flat_grads, flat_params, layouts, first_matrices, strict=True
-  ):
-    dtype = jnp.asarray(grad if param is None else param).dtype
-    decayed_param = None
-    if cfg.weight_decay:
-      decayed_param = jnp.asarray(param, jnp.float32)
-    weight_decay = cfg.weight_decay
-    if isinstance(weight_decay, DecayByPath):
-      weight_decay = weight_decay.of(path)
-    leaf = Leaf(
-      grad=jnp.asarray(grad, jnp.float32),
-      param=decayed_param,
-      weight_decay=weight_decay,
-      dtype=dtype,
-      layout=layout,
-      first_matrices=first,
-    )
-    leaves.append(leaf)
-  return leaves, treedef
-
-
-def single_layouts(leaves: Sequence[Leaf]) -> list[BlockLayout]:
-  """Return the layouts of the parameters in the tree with a subtree per layer, in the order of their matrices."""
-  found = [(start, leaf.layout) for leaf in leaves for start in leaf.first_matrices]
-  return [layout for _, layout in sorted(found, key=lambda entry: entry[0])]
-
-
-def _first_matrices(
-  layouts: Sequence[BlockLayout], numbers: Sequence[tuple[int, ...]]
-) -> list[tuple[int, ...]]:
-  """Return `Leaf.first_matrices` of each array, given the indices of its parameters among those of single layers."""
-  counts = {}
-  for layout, layers in zip(layouts, numbers, strict=True):
-    for number in layers:
-      counts[number] = layout.num_statistics
-  in_order = [counts[number] for number in sorted(counts)]
-  starts = [0, *itertools.accumulate(in_order)]
-  return [tuple(starts[number] for number in layers) for layers in numbers]
+  """Return the result of `flatten_inputs` with the blocks and the weight decay of these options."""
+  layout_fn = functools.partial(state_lib.layout_of, cfg=cfg)
+  return flatten_inputs(OWNER, grads, params, cfg.weight_decay, layout_fn)
 
 
 def accumulate(old: jax.Array, new: jax.Array, cfg: ShampooConfig) -> jax.Array:

@@ -11,12 +11,11 @@ from typing import Any
 
 import optax
 
-from t5x_lite.optimizers.axes.units import UnitsByPath
 from t5x_lite.optimizers.optax_adapter.factories import wrap_optax_optimizer
 from t5x_lite.optimizers.optax_adapter.param_scales import Scaling
+from t5x_lite.optimizers.optax_adapter.per_unit import units_as_layers
 from t5x_lite.optimizers.soap_rule import update
 from t5x_lite.optimizers.soap_rule.config import SoapConfig
-from t5x_lite.types import LogicalAxes
 
 
 def _transformation(
@@ -40,7 +39,6 @@ def _transformation(
   second_moment_dtype: str = 'float32',
   matrix_dtype: str = 'float32',
   symmetric_storage: bool = False,
-  param_axes: LogicalAxes | None = None,
 ) -> optax.GradientTransformation:
   """SOAP: Adam in the eigenbases of Shampoo's statistics, which are refreshed by power iteration and QR.
 
@@ -70,7 +68,6 @@ def _transformation(
     second_moment_dtype: 'float32', or 'bfloat16' if b2 is at most 0.992.
     matrix_dtype: 'float32', or 'int16' with float32 diagonals and a scale per column, for statistics and bases.
     symmetric_storage: store only the upper triangle of the statistics. Results do not change.
-    param_axes: logical axes of the parameters; None makes each array a unit.
 
   Returns:
     The transformation.
@@ -98,17 +95,17 @@ def _transformation(
     matrix_dtype=matrix_dtype,
     symmetric_storage=symmetric_storage,
   )
-  return update.transformation(learning_rate, cfg, UnitsByPath(param_axes))
+  return update.transformation(learning_rate, cfg)
 
 
 _transformation.__name__ = 'soap'
 
-# The update of a parameter depends on its units and its scales alone, so equal layers may be stacked.
+# The update of a parameter depends on its shape and its scales alone, so equal layers may be stacked.
 soap = wrap_optax_optimizer(
   _transformation,
   takes_learning_rate=True,
   stacking_key_fn=lambda path, param, state: 'soap',
+  units_fn=units_as_layers,
   layout_reason_fn=lambda arguments: bool(arguments.get('spread_refreshes')),
   scaling=Scaling(decay_by_path=True),
-  takes_param_axes=True,
 )

@@ -10,12 +10,12 @@ import optax
 
 from t5x_lite.optimizers.axes.rules import OptaxStatePartitionRules
 from t5x_lite.optimizers.base.state_hooks import register_schedule_count
+from t5x_lite.optimizers.shampoo.blocks import BlockLayout
 from t5x_lite.optimizers.shampoo.config import STACK_AXIS
 from t5x_lite.optimizers.shampoo.quantize import QuantizedValue
 from t5x_lite.optimizers.shampoo.state import axes_of_quantized
 from t5x_lite.optimizers.soap_rule import triangle
 from t5x_lite.optimizers.soap_rule.config import SoapConfig
-from t5x_lite.optimizers.soap_rule.layout import SoapLayout
 from t5x_lite.types import Array, LogicalAxes, PyTree
 
 
@@ -48,13 +48,11 @@ class SoapState(NamedTuple):
   params: PyTree
 
 
-def init_parameter(
-  shape: tuple[int, ...], layout: SoapLayout, cfg: SoapConfig
-) -> SoapParameterState:
-  """Return the initial state of a parameter: zeros, and identities as bases."""
+def init_parameter(layout: BlockLayout, cfg: SoapConfig) -> SoapParameterState:
+  """Return the initial state of a parameter with these blocks: zeros, and identities as bases."""
   momentum = None
   if cfg.b1:
-    momentum = momentum_to_state(jnp.zeros(shape, jnp.float32), cfg)
+    momentum = momentum_to_state(jnp.zeros(layout.shape, jnp.float32), cfg)
   statistics = []
   bases = []
   for count, size in layout.stack_shapes:
@@ -66,7 +64,7 @@ def init_parameter(
     identity = matrices_to_state(jnp.eye(size, dtype=jnp.float32)[None], cfg)
     statistics.append(_repeated(zero, count))
     bases.append(_repeated(identity, count))
-  second_moment = jnp.zeros(shape, cfg.second_moment_dtype)
+  second_moment = jnp.zeros(layout.shape, cfg.second_moment_dtype)
   return SoapParameterState(momentum, second_moment, tuple(statistics), tuple(bases))
 
 

@@ -12,8 +12,8 @@ Vyas et al. 2024, "SOAP: Improving and Stabilizing Shampoo using Adam", algorith
 which updates statistics and bases after the direction instead of before it, so that a basis is one step older.
 """
 
-from collections.abc import Callable, Sequence
-import dataclasses
+from collections.abc import Sequence
+import functools
 import itertools
 from typing import Any, cast
 
@@ -23,12 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from t5x_lite import layer_stacks
-from t5x_lite import tree_utils
-from t5x_lite.errors import ConfigError
-from t5x_lite.optimizers.axes.units import UnitsByPath
 from t5x_lite.optimizers.base import scalars
-from t5x_lite.optimizers.optax_adapter.param_scales import DecayByPath
+from t5x_lite.optimizers.shampoo.blocks import BlockLayout
+from t5x_lite.optimizers.shampoo.leaves import Leaf
+from t5x_lite.optimizers.shampoo.leaves import flatten_inputs
 from t5x_lite.optimizers.shampoo.update import in_sequence
 from t5x_lite.optimizers.soap_rule import bases as bases_lib
 from t5x_lite.optimizers.soap_rule import layout as layout_lib
@@ -37,35 +35,30 @@ from t5x_lite.optimizers.soap_rule import triangle
 from t5x_lite.optimizers.soap_rule.config import OWNER
 from t5x_lite.optimizers.soap_rule.config import SoapConfig
 from t5x_lite.optimizers.soap_rule.config import average
-from t5x_lite.optimizers.soap_rule.layout import SoapLayout
 from t5x_lite.optimizers.soap_rule.state import SoapParameterState
 from t5x_lite.optimizers.soap_rule.state import SoapState
-from t5x_lite.types import Array, PyTree, PyTreeDef
+from t5x_lite.types import Array, PyTree
 
 
-def transformation(
-  learning_rate: Any, cfg: SoapConfig, units: UnitsByPath
-) -> optax.GradientTransformation:
+def transformation(learning_rate: Any, cfg: SoapConfig) -> optax.GradientTransformation:
   """Return the transformation.
 
   Args:
     learning_rate: number, schedule or traced scalar.
     cfg: options.
-    units: units of the parameters.
   """
+  layout_of = functools.partial(layout_lib.layout_of, cfg=cfg)
 
   def init(params: PyTree) -> SoapState:
-    def init_parameter(path: str, param: Any) -> SoapParameterState:
-      layout = layout_lib.layout_of(units.of(path, param), cfg)
-      return state_lib.init_parameter(np.shape(param), layout, cfg)
-
-    states = tree_utils.map_with_names(init_parameter, params)
+    states = jax.tree.map(
+      lambda param: state_lib.init_parameter(layout_of(np.shape(param)), cfg), params
+    )
     return SoapState(count=jnp.zeros([], jnp.int32), params=states)
 
   def update(
     grads: PyTree, state: SoapState, params: PyTree | None = None
   ) -> tuple[PyTree, SoapState]:
-    leaves, treedef = _flatten(grads, params, cfg, units)
+    leaves, treedef = flatten_inputs(OWNER, grads, params, cfg.weight_decay, layout_of)
     states = treedef.flatten_up_to(state.params)
     states = _add_statistics(leaves, states, state.count, cfg)
     states = _refresh(leaves, states, state.count, cfg)
@@ -74,8 +67,8 @@ def transformation(
     new_states = []
     done = []
     for leaf, own in zip(leaves, states, strict=True):
-      leaf = dataclasses.replace(leaf, grad=in_sequence(leaf.grad, done, state.count))
-      direction, new = _adam(leaf, own, state.count, cfg)
+      adam = leaf.of_each_layer(functools.partial(_adam, leaf.layout, state.count, cfg))
+      direction, new = adam(in_sequence(leaf.grad, done, state.count), own)
       done = [direction]
       if leaf.param is not None:
         direction = direction + leaf.weight_decay * leaf.param
@@ -92,129 +85,46 @@ def transformation(
   return optax.GradientTransformation(init, cast(optax.TransformUpdateFn, update))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Leaf:
-  """Inputs of the update of one parameter, or of that of several layers, stacked in dim 0 (see `layer_stacks`).
-
-  Attributes:
-    grad: float32 gradient.
-    param: float32 parameter; None without weight decay.
-    weight_decay: weight decay of the parameter.
-    dtype: dtype of the parameter, or of the gradient if the parameters were not given.
-    layout: blocks of the array, also of a stacked one.
-    layers: indices of the layers' parameters among those of the tree with a subtree per layer.
-  """
-
-  grad: Array
-  param: Array | None
-  weight_decay: float
-  dtype: Any
-  layout: SoapLayout
-  layers: tuple[int, ...]
-
-  @property
-  def is_stacked(self) -> bool:
-    """True if the arrays have a first dim over layers."""
-    return len(self.layers) > 1
-
-  def of_each_layer(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of arrays like `grad`, given a function of arrays of one layer."""
-    if self.is_stacked:
-      return jax.vmap(fn)
-    return fn
-
-  def merge(self, stacks: Sequence[Any]) -> list[Any]:
-    """Return stacks [layers * K, ...], given those of the state: [layers, K, ...] if layers are stacked."""
-    if self.is_stacked:
-      return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), list(stacks))
-    return list(stacks)
-
-  def divide(self, stacks: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the inverse of `merge`."""
-    if self.is_stacked:
-      num_layers = len(self.layers)
-      return jax.tree.map(lambda x: x.reshape(num_layers, -1, *x.shape[1:]), tuple(stacks))
-    return tuple(stacks)
-
-  def ranks(self, num_per_param: int) -> list[np.ndarray]:
-    """Return int [K] per stack: numbers in the order of the matrices of the tree with a subtree per layer.
-
-    Args:
-      num_per_param: a number above that of the matrices of any parameter.
-    """
-    ranks = []
-    offset = 0
-    for count, _ in self.layout.stack_shapes:
-      of_layer = offset + np.arange(count // len(self.layers))
-      ranks.append(np.add.outer(np.array(self.layers) * num_per_param, of_layer).reshape(-1))
-      offset += len(of_layer)
-    return ranks
-
-
-def _flatten(
-  grads: PyTree, params: PyTree | None, cfg: SoapConfig, units: UnitsByPath
-) -> tuple[list[_Leaf], PyTreeDef]:
-  """Return gradients and parameters as a list, and the structure of their tree."""
-  if params is None and cfg.weight_decay:
-    raise ConfigError(
-      f'`{OWNER}.weight_decay` needs the parameters. Call update(grads, state, params).'
-    )
-  flat_grads, treedef = jax.tree.flatten(grads)
-  flat_params = [None] * len(flat_grads)
-  if params is not None:
-    flat_params = treedef.flatten_up_to(params)
-  paths = [path for path, _ in tree_utils.named_leaves(grads)]
-  _, numbers = layer_stacks.single_paths(paths)
-  leaves = []
-  for path, grad, param, layers in zip(paths, flat_grads, flat_params, numbers, strict=True):
-    weight_decay = cfg.weight_decay
-    if isinstance(weight_decay, DecayByPath):
-      weight_decay = weight_decay.of(path)
-    wide_param = None
-    if weight_decay:
-      wide_param = jnp.asarray(param, jnp.float32)
-    leaf = _Leaf(
-      grad=jnp.asarray(grad, jnp.float32),
-      param=wide_param,
-      weight_decay=weight_decay,
-      dtype=jnp.asarray(grad if param is None else param).dtype,
-      layout=layout_lib.layout_of(units.of(path, grad), cfg),
-      layers=layers,
-    )
-    leaves.append(leaf)
-  return leaves, treedef
-
-
 def _add_statistics(
-  leaves: Sequence[_Leaf], states: Sequence[SoapParameterState], count: Array, cfg: SoapConfig
+  leaves: Sequence[Leaf], states: Sequence[SoapParameterState], count: Array, cfg: SoapConfig
 ) -> list[SoapParameterState]:
   """Return the states of the parameters with the products of the gradients added to the statistics."""
-  results = []
-  done = []
-  for leaf, own in zip(leaves, states, strict=True):
-    products = leaf.layout.statistics(in_sequence(leaf.grad, done, count))
-    done = products or done
+
+  def added(
+    layout: BlockLayout, statistics: Sequence[Any], grad: Array
+  ) -> tuple[tuple[Any, ...], list[Array]]:
+    # [K, n, n] per stack: products G G^T of the gradient with itself along one dim of each block.
+    products = layout.statistics(grad, layout_lib.PRECISION)
     new = []
-    for stack, product in zip(leaf.merge(own.statistics), products, strict=True):
+    for stack, product in zip(statistics, products, strict=True):
       if cfg.symmetric_storage:
         new.append(average(stack, triangle.pack(product), cfg.statistics_decay))
         continue
       total = average(state_lib.to_float(stack), product, cfg.statistics_decay)
       new.append(state_lib.matrices_to_state(total, cfg))
-    results.append(own._replace(statistics=leaf.divide(new)))
+    return tuple(new), products
+
+  results = []
+  done = []
+  for leaf, own in zip(leaves, states, strict=True):
+    add_to_layers = leaf.of_each_layer(functools.partial(added, leaf.layout))
+    statistics, products = add_to_layers(own.statistics, in_sequence(leaf.grad, done, count))
+    done = products or done
+    results.append(own._replace(statistics=statistics))
   return results
 
 
 def _refresh(
-  leaves: Sequence[_Leaf], states: Sequence[SoapParameterState], count: Array, cfg: SoapConfig
+  leaves: Sequence[Leaf], states: Sequence[SoapParameterState], count: Array, cfg: SoapConfig
 ) -> list[SoapParameterState]:
   """Return the states of the parameters with the bases refreshed that are due, and the second moments moved."""
-  statistics = [
-    x for leaf, own in zip(leaves, states, strict=True) for x in leaf.merge(own.statistics)
-  ]
-  num_per_param = 1 + max(map(len, (leaf.layout.stack_shapes for leaf in leaves)), default=0)
-  num_per_param *= 1 + max((n for leaf in leaves for n, _ in leaf.layout.stack_shapes), default=0)
-  ranks = [x for leaf in leaves for x in leaf.ranks(num_per_param)]
+  statistics = []
+  bases = []
+  ranks = []
+  for leaf, own in zip(leaves, states, strict=True):
+    statistics += leaf.merge(own.statistics)
+    bases += leaf.merge(own.bases)
+    ranks += leaf.ranks
   if not statistics:
     return list(states)
 
@@ -228,41 +138,55 @@ def _refresh(
   def unchanged(bases):
     return bases, bases_lib.ascending_orders(bases)
 
-  bases = [x for leaf, own in zip(leaves, states, strict=True) for x in leaf.merge(own.bases)]
   period = cfg.precondition_frequency // cfg.num_slots
   # 0: eigenvectors, 1: power iteration, 2: no refresh.
   branch = jnp.where(count == 0, 0, jnp.where(count % period == 0, 1, 2))
   branches = [first, later, unchanged]
   if period == 1:
     branches = [first, later]
-  bases, orders = lax.switch(branch, branches, bases)
+  new_bases, orders = lax.switch(branch, branches, bases)
   results = []
-  rest = zip(bases, orders, strict=True)
+  rest = zip(new_bases, orders, strict=True)
   for leaf, own in zip(leaves, states, strict=True):
     of_leaf = list(itertools.islice(rest, len(leaf.layout.stack_shapes)))
-    moment = _move(leaf.layout, own.second_moment, [order for _, order in of_leaf])
-    new = leaf.divide([basis for basis, _ in of_leaf])
+    new = tuple(leaf.divide([basis for basis, _ in of_leaf]))
+    moment = _move(leaf, own.second_moment, leaf.divide([order for _, order in of_leaf]))
     results.append(own._replace(bases=new, second_moment=moment))
   return results
 
 
-def _move(layout: SoapLayout, moment: Array, orders: Sequence[Array]) -> Array:
-  """Return second moments, moved as the columns of the bases: to `orders`, int32 [K, n] per stack."""
+def _move(leaf: Leaf, moment: Array, orders: list[Array]) -> Array:
+  """Return second moments, moved as the columns of the bases: to `orders`, int32 [K, n] per stack and layer."""
   if not orders:
     return moment
 
-  def moved(moment: Array) -> Array:
-    groups = zip(layout.cut(moment), layout.by_group(orders), strict=True)
+  def of_layer(moment: Array, orders: list[Array]) -> Array:
+    layout = leaf.layout
+    groups = zip(layout.cut(moment), layout_lib.by_group(layout, orders), strict=True)
     return layout.join([layout_lib.reorder(blocks, of_group) for blocks, of_group in groups])
+
+  def moved(moment: Array) -> Array:
+    return leaf.of_each_layer(of_layer)(moment, orders)
 
   is_moved = jnp.any(jnp.stack([jnp.any(jnp.diff(order) < 0) for order in orders]))
   return lax.cond(is_moved, moved, lambda moment: moment, moment)
 
 
 def _adam(
-  leaf: _Leaf, own: SoapParameterState, count: Array, cfg: SoapConfig
+  layout: BlockLayout, count: Array, cfg: SoapConfig, grad: Array, own: SoapParameterState
 ) -> tuple[Array, SoapParameterState]:
-  """Return (direction, float32 of the parameter's shape; new state) of Adam in the bases of a parameter."""
+  """Return the direction of Adam in the bases of a parameter, or of one layer of stacked parameters.
+
+  Args:
+    layout: blocks of the parameter.
+    count: int32 scalar, number of previous updates.
+    cfg: options.
+    grad: float32 gradient.
+    own: state of the parameter, with this step's bases.
+
+  Returns:
+    (direction, float32 of the parameter's shape; the new state).
+  """
   step = jnp.maximum(count + 1 - int(cfg.skip_first_step), 1).astype(jnp.float32)
   momentum_scale = 1.0
   moment_scale = 1.0
@@ -270,13 +194,11 @@ def _adam(
     momentum_scale = 1 / (1 - cfg.b1**step)
     if cfg.b2 < 1:
       moment_scale = 1 / (1 - cfg.b2**step)
-  momentum = leaf.grad
+  momentum = grad
   stored_momentum = None
   if own.momentum is not None:
-    old = leaf.of_each_layer(lambda value: value.to_float())(own.momentum)
-    momentum = average(old, leaf.grad, cfg.b1)
-    stored_momentum = leaf.of_each_layer(lambda x: state_lib.momentum_to_state(x, cfg))(momentum)
-  old_moment = own.second_moment.astype(jnp.float32)
+    momentum = average(own.momentum.to_float(), grad, cfg.b1)
+    stored_momentum = state_lib.momentum_to_state(momentum, cfg)
 
   def adam(grad: Array, momentum: Array, moment: Array) -> tuple[Array, Array]:
     moment = average(moment, jnp.square(grad), cfg.b2)
@@ -286,15 +208,16 @@ def _adam(
       scale = (moment_scale * moment) ** cfg.exponent
     return momentum_scale * momentum / (scale + cfg.eps), moment
 
-  if leaf.layout.is_rotated:
-    bases = [state_lib.to_float(stack) for stack in leaf.merge(own.bases)]
+  old_moment = own.second_moment.astype(jnp.float32)
+  if layout.is_preconditioned:
+    bases = [state_lib.to_float(stack) for stack in own.bases]
     directions = []
     moments = []
     for grad_blocks, momentum_blocks, moment_blocks, of_dims in zip(
-      leaf.layout.cut(leaf.grad),
-      leaf.layout.cut(momentum),
-      leaf.layout.cut(old_moment),
-      leaf.layout.by_group(bases),
+      layout.cut(grad),
+      layout.cut(momentum),
+      layout.cut(old_moment),
+      layout_lib.by_group(layout, bases),
       strict=True,
     ):
       rotated = layout_lib.rotate(grad_blocks, of_dims)
@@ -304,10 +227,10 @@ def _adam(
       direction, moment = adam(rotated, rotated_momentum, moment_blocks)
       directions.append(layout_lib.rotate_back(direction, of_dims))
       moments.append(moment)
-    direction = leaf.layout.join(directions)
-    moment = leaf.layout.join(moments)
+    direction = layout.join(directions)
+    moment = layout.join(moments)
   else:
-    direction, moment = adam(leaf.grad, momentum, old_moment)
+    direction, moment = adam(grad, momentum, old_moment)
   new = own._replace(momentum=stored_momentum, second_moment=moment.astype(own.second_moment.dtype))
   return direction, new
 

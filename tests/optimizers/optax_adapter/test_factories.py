@@ -7,7 +7,6 @@ import re
 import gin
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import optax.contrib
@@ -290,33 +289,3 @@ def test_gin_files_bind_an_optimizer(name):
   # Files for optimizers that ignore the trainer's learning rate set it to None.
   has_no_rate = re.search(r'^trainer\.Trainer\.learning_rate_fn = None', text, re.MULTILINE)
   assert bool(has_no_rate) != optimizer_def.uses_learning_rate
-
-
-def test_a_constructor_gets_the_axes_of_the_parameters():
-  def vectors_only(learning_rate, weight_decay=0.0, *, param_axes=None):
-    """Update the parameters of one logical axis."""
-    axes = param_axes or {}
-    mask = {name: len(spec) == 1 for name, spec in axes.items()} or True
-    return optax.chain(
-      optax.masked(optax.add_decayed_weights(weight_decay), mask),
-      optax.scale_by_learning_rate(learning_rate),
-    )
-
-  factory = optimizers.wrap_optax_optimizer(
-    vectors_only, takes_learning_rate=True, takes_param_axes=True
-  )
-  assert list(inspect.signature(factory).parameters) == ['learning_rate', 'weight_decay']
-  params = {'kernel': jnp.ones([2, 2]), 'scale': jnp.ones([2])}
-  zeros = jax.tree.map(jnp.zeros_like, params)
-  axes = {'kernel': P('embed', 'mlp'), 'scale': P('embed')}
-  definition = factory(weight_decay=0.5)
-  scaled = optimizers.with_update_options(definition, weight_decay_scales=[('scale', 2.0)])
-  for each, want in (
-    (definition, (0.9, 0.9)),
-    (definition.with_param_axes(axes), (1.0, 0.9)),
-    (optimizers.chain([definition]).with_param_axes(axes), (1.0, 0.9)),
-    (scaled.with_param_axes(axes), (1.0, 0.8)),
-  ):
-    updated = each.create(params).apply_gradient(zeros, learning_rate=0.2).target
-    got = (updated['kernel'][0, 0], updated['scale'][0])
-    np.testing.assert_allclose(got, want, rtol=1e-6)

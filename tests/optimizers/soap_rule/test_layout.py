@@ -5,51 +5,42 @@ import numpy as np
 import pytest
 
 from t5x_lite import optimizers
-from t5x_lite.optimizers.axes.units import units_of
 from t5x_lite.optimizers.soap_rule import layout as layout_lib
 from tests.optimizers.soap_rule import soap_cases
 
 
-def _layout(shape, axes=None, **options):
-  cfg = soap_cases.config(**options)
-  return layout_lib.layout_of(units_of(shape, axes or (None,) * len(shape)), cfg)
+def _layout(shape, **options):
+  return layout_lib.layout_of(shape, soap_cases.config(**options))
 
 
 @pytest.mark.parametrize(
-  'shape,axes,options,stack_shapes',
+  'shape,options,stack_shapes',
   [
-    ((4, 6), None, {}, ((1, 4), (1, 6))),
-    ((4, 6), None, {'max_precond_dim': 5}, ((1, 4),)),
-    ((4, 6), None, {'max_precond_dim': 3}, ()),
+    ((4, 6), {}, ((1, 4), (1, 6))),
+    ((4, 6), {'max_precond_dim': 5}, ((1, 4),)),
+    ((4, 6), {'max_precond_dim': 3}, ()),
     # The vocabulary is neither rotated nor split.
-    ((40, 6), None, {'max_precond_dim': 20, 'block_size': 3}, ((2, 3),)),
-    ((7, 6), None, {'block_size': 3}, ((4, 3), (4, 3), (2, 1), (2, 3))),
-    ((4, 1, 6), None, {}, ((1, 4), (1, 6))),
-    ((2, 3, 6), None, {'merge_dims': True, 'max_precond_dim': 6}, ((1, 6), (1, 6))),
-    ((2, 3), None, {'merge_dims': True}, ((1, 6),)),
-    ((6,), None, {}, ()),
-    ((6,), None, {'precondition_1d': True}, ((1, 6),)),
-    ((), None, {'precondition_1d': True}, ()),
-    ((1, 1), None, {'merge_dims': True}, ()),
-    ((3, 4, 2, 5), ('expert', 'embed', 'layers', 'mlp'), {}, ((6, 4), (6, 5))),
-    (
-      (4, 2, 3, 5),
-      ('embed', 'layers', 'heads', 'kv'),
-      {'block_size': 10},
-      ((2, 4), (2, 10), (2, 4), (2, 5)),
-    ),
-    ((4, 3), ('embed', 'layers'), {}, ()),
+    ((40, 6), {'max_precond_dim': 20, 'block_size': 3}, ((2, 3),)),
+    ((7, 6), {'block_size': 3}, ((4, 3), (4, 3), (2, 1), (2, 3))),
+    ((4, 1, 6), {}, ((1, 4), (1, 6))),
+    ((2, 3, 6), {'merge_dims': True, 'max_precond_dim': 6}, ((1, 6), (1, 6))),
+    ((2, 3), {'merge_dims': True}, ((1, 6),)),
+    ((6,), {}, ()),
+    ((6,), {'precondition_1d': True}, ((1, 6),)),
+    ((), {'precondition_1d': True}, ()),
+    ((1, 1), {'merge_dims': True}, ()),
   ],
 )
-def test_matrices_of_a_parameter(shape, axes, options, stack_shapes):
-  layout = _layout(shape, axes, **options)
+def test_matrices_of_a_parameter(shape, options, stack_shapes):
+  layout = _layout(shape, **options)
   assert layout.stack_shapes == stack_shapes
-  assert layout.is_rotated == bool(stack_shapes)
+  assert layout.is_preconditioned == bool(stack_shapes)
   if not stack_shapes:
     return
   array = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
   np.testing.assert_array_equal(layout.join(layout.cut(array)), array)
-  assert [stack.shape for stack in layout.statistics(array)] == [(k, n, n) for k, n in stack_shapes]
+  products = layout.statistics(array, layout_lib.PRECISION)
+  assert [stack.shape for stack in products] == [(k, n, n) for k, n in stack_shapes]
 
 
 def test_a_rotation_and_its_inverse():
@@ -58,7 +49,7 @@ def test_a_rotation_and_its_inverse():
   (blocks,) = layout.cut(jnp.asarray(rng.normal(size=[5, 2, 7]), jnp.float32))
   first = np.linalg.qr(rng.normal(size=[5, 5]))[0].astype(np.float32)
   second = np.linalg.qr(rng.normal(size=[2, 2]))[0].astype(np.float32)
-  (of_dims,) = layout.by_group([first[None], second[None]])
+  (of_dims,) = layout_lib.by_group(layout, [first[None], second[None]])
   rotated = layout_lib.rotate(blocks, of_dims)
   want = np.einsum('ai,bj,kabc->kijc', first, second, blocks)
   np.testing.assert_allclose(rotated, want, atol=1e-5)

@@ -304,11 +304,13 @@ def test_layers_in_stacked_arrays_train_as_single_layers(options):
 
 def test_every_layer_and_expert_has_its_own_bases():
   definition = optimizers.soap(0.01).with_param_axes(_SCALABLE_AXES)
-  state = jax.eval_shape(lambda: definition.create(_to_scalable(_draw(0))).state.param_states)
-  shapes = jax.tree.map(lambda stack: stack.shape, state.params['encoder']['moe'].bases)
-  assert shapes == ((6, 8, 8), (6, 12, 12))
-  assert state.params['encoder']['query'].bases[1].shape == (3, 6, 6)
-  assert state.params['encoder']['scale'].bases == ()
+  optimizer = jax.eval_shape(lambda: definition.create(_to_scalable(_draw(0))))
+  params = optimizer.state.param_states.of_units.params['encoder']
+  shapes = jax.tree.map(lambda stack: stack.shape, params['moe'].bases)
+  # [expert, layer, K, n, n], or in the order of the dims of the parameter.
+  assert shapes == ((2, 3, 1, 8, 8), (2, 3, 1, 12, 12))
+  assert params['query'].bases[1].shape == (3, 1, 6, 6)
+  assert params['scale'].bases == ()
 
 
 def test_a_spread_refresh_renews_each_basis_once_a_period():
@@ -321,11 +323,11 @@ def test_a_spread_refresh_renews_each_basis_once_a_period():
     stacks = [
       stack
       for node in jax.tree.leaves(
-        optimizer.state.param_states.params, is_leaf=lambda node: hasattr(node, 'bases')
+        optimizer.state.param_states.of_units.params, is_leaf=lambda node: hasattr(node, 'bases')
       )
       for stack in node.bases
     ]
-    return [np.asarray(matrix) for stack in stacks for matrix in stack]
+    return [matrix for x in stacks for matrix in np.asarray(x).reshape(-1, *x.shape[-2:])]
 
   optimizer = step(optimizer, _draw(1))
   counts = np.zeros([period, len(bases(optimizer))], int)
@@ -416,17 +418,21 @@ def test_a_mesh_of_devices_gives_the_updates_of_one():
   mesh = Mesh(
     np.reshape(jax.devices()[:8], (2, 4)), ('data', 'model'), axis_types=(AxisType.Auto,) * 2
   )
-  rules = {'mlp': 'model', 'expert': 'data', 'optimizer_stack': ('data', 'model')}
-  definition = optimizers.soap(0.01, **_LAYOUT_OPTIONS).with_param_axes(axes)
+  rules = {'mlp': 'model', 'expert': 'data', 'optimizer_stack': 'model'}
+  definition = optimizers.soap(0.01, block_size=4, **_LAYOUT_OPTIONS).with_param_axes(axes)
   one = definition.create(draws[0])
   specs = definition.derive_logical_axes(one, axes)
-  stack_specs = jax.tree.leaves(specs.state.param_states.params['b'].bases)
-  assert stack_specs == [P('optimizer_stack', None, None)] * 2
+  params_specs = specs.state.param_states.of_units.params
+  assert params_specs['a'].bases == (P('optimizer_stack', None, None),) * 2
+  assert params_specs['b'].bases == (P('expert', 'optimizer_stack', None, None),) * 2
 
   def sharding(spec, array):
-    names = [rules.get(axis) for axis in spec]
-    if spec and spec[0] == 'optimizer_stack' and array.shape[0] % 8:
-      names[0] = 'data' if array.shape[0] % 2 == 0 else None
+    names = []
+    for axis, size in zip(spec, array.shape, strict=False):
+      name = rules.get(axis)
+      if axis == 'optimizer_stack' and size % 4:
+        name = None
+      names.append(name)
     return NamedSharding(mesh, P(*names))
 
   step = _jit(lambda optimizer, grads: optimizer.apply_gradient(grads))
