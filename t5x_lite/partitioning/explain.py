@@ -427,7 +427,7 @@ def _make_row(
       f'{title}: {len(logical_axes)} logical axes {logical_axes} for shape {shape}, must be one name (or None) per '
       'dim. Correct the axes in the declaration of the array.'
     )
-  rules = rules_lib.with_optimizer_rules(rules, logical_axes, shape, mesh.shape)
+  rules = rules_lib.with_optimizer_rules(rules, logical_axes, shape, mesh.shape, title)
   decisions = rules_lib.resolve(logical_axes, rules, title, shape, mesh.shape)
   spec = PartitionSpec(*(decision.mesh_axis for decision in decisions))
   shard_shape = tuple(

@@ -19,9 +19,11 @@ from t5x_lite.types import LogicalAxisRules
 # A mesh axis, a tuple of mesh axes (the dim is sharded over their product), or None (replicated).
 MeshAxis = str | tuple[str, ...] | None
 
-# Dims of optimizer state that no model has (Shampoo's matrices). A rule of the user has precedence; by default stacks
-# of matrices are sharded over as many devices as divide them, and the few numbers of one parameter are replicated.
+# Dims of optimizer state that no model has: those of Shampoo's and SOAP's matrices. A rule of the user has precedence.
+# By default stacks of matrices are sharded over as many devices as divide them, then rows over those that are left; the
+# few numbers of one parameter are replicated.
 STACK_AXIS = 'optimizer_stack'
+ROWS_AXIS = 'optimizer_rows'
 BLOCKS_AXIS = 'optimizer_blocks'
 
 # Remedy in the error for each logical axis without a rule; see `register_axis_remedy`.
@@ -294,6 +296,7 @@ def with_optimizer_rules(
   logical_axes: Sequence[str | None],
   shape: Sequence[int],
   mesh_shape: Mapping[str, int],
+  name: str = 'array',
 ) -> LogicalAxisRules:
   """Return `rules` with rules appended for dims that only optimizer state has, unless `rules` mentions these dims.
 
@@ -302,16 +305,32 @@ def with_optimizer_rules(
     logical_axes: one logical axis name, or None, per dim of the array.
     shape: the array's shape.
     mesh_shape: mesh axis name to size.
+    name: name of the array, for errors.
 
-  >>> with_optimizer_rules((), ['optimizer_stack', None], [12, 8], {'data': 4, 'model': 2})
-  (('optimizer_stack', ('data',)),)
+  Raises:
+    ConfigError: see `resolve`.
+
+  >>> with_optimizer_rules((), ['optimizer_stack', 'optimizer_rows', None], [12, 8, 8], {'data': 4, 'model': 2})
+  (('optimizer_stack', ('data',)), ('optimizer_rows', ('model',)))
   """
   known = {logical_axis for logical_axis, _ in rules}
+  own = {STACK_AXIS, ROWS_AXIS, BLOCKS_AXIS}.intersection(logical_axes) - known
+  if not own:
+    return rules
+  # The other dims, such as that of experts, have precedence.
+  others = [None if axis in own else axis for axis in logical_axes]
+  taken = set()
+  for decision in resolve(others, rules, name, shape, mesh_shape):
+    taken.update(axes_of(decision.mesh_axis))
   for axis, size in zip(logical_axes, shape, strict=False):
-    if axis == STACK_AXIS and axis not in known:
-      rules = (*rules, (axis, _most_shards(size, mesh_shape)))
-    elif axis == BLOCKS_AXIS and axis not in known:
-      rules = (*rules, (axis, None))
+    if axis not in own:
+      continue
+    mesh_axis = None
+    if axis != BLOCKS_AXIS:
+      free = {each: number for each, number in mesh_shape.items() if each not in taken}
+      mesh_axis = _most_shards(size, free)
+    taken.update(axes_of(mesh_axis))
+    rules = (*rules, (axis, mesh_axis))
   return rules
 
 

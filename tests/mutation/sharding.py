@@ -4,6 +4,20 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'rows_of_matrices_are_copied',
+    't5x_lite/partitioning/rules.py',
+    '    if axis != BLOCKS_AXIS:\n',
+    '    if axis == STACK_AXIS:\n',
+    'tests/partitioning/test_rules.py::test_matrices_of_an_optimizer_are_divided_over_all_devices_that_are_left',
+  ),
+  Mutant(
+    'matrices_of_experts_take_the_axis_of_experts',
+    't5x_lite/partitioning/rules.py',
+    '    taken.update(axes_of(decision.mesh_axis))\n  for axis, size',
+    '    pass\n  for axis, size',
+    'tests/partitioning/test_rules.py::test_matrices_of_an_optimizer_are_divided_over_all_devices_that_are_left',
+  ),
+  Mutant(
     'a_number_of_partitions_may_contradict_a_submesh',
     't5x_lite/partitioning/partitioner.py',
     'checks.one_of(\n          (1, math.prod(',

@@ -38,6 +38,27 @@ def test_resolution_says_which_rule_decided_and_which_lost():
   assert rules_lib.resolve(('mlp', 'embed'), (('mlp', 'model'), ('embed', 'model')))[1].rule is None
 
 
+@pytest.mark.parametrize(
+  'axes,shape,want',
+  [
+    (('optimizer_stack', 'optimizer_rows', None), (8, 6, 6), (('data', 'model'), None, None)),
+    (('optimizer_stack', 'optimizer_rows', None), (9, 8, 8), (None, ('data', 'model'), None)),
+    (('optimizer_stack', 'optimizer_rows'), (6, 8), (('model',), ('data',))),
+    # Matrices of experts stay with their experts.
+    (('expert', 'optimizer_stack', 'optimizer_rows'), (4, 8, 6), ('data', ('model',), None)),
+    (('expert', 'optimizer_stack', 'optimizer_rows'), (4, 9, 6), ('data', None, ('model',))),
+    (('optimizer_blocks',), (8,), (None,)),
+  ],
+)
+def test_matrices_of_an_optimizer_are_divided_over_all_devices_that_are_left(axes, shape, want):
+  mesh_shape = {'data': 4, 'model': 2}
+  rules = rules_lib.with_optimizer_rules((('expert', 'data'),), axes, shape, mesh_shape)
+  decisions = rules_lib.resolve(axes, rules, shape=shape, mesh_shape=mesh_shape)
+  assert tuple(decision.mesh_axis for decision in decisions) == want
+  own = (('expert', 'data'), *((axis, 'model') for axis in axes if axis != 'expert'))
+  assert rules_lib.with_optimizer_rules(own, axes, shape, mesh_shape) == own
+
+
 def test_a_rule_that_does_not_divide_its_dim_is_skipped():
   mesh_shape = {'data': 2, 'expert': 3, 'model': 4}
   rules = (('embed', ('data', 'expert')), ('mlp', 'model'), ('embed', 'data'), ('heads', 'model'))

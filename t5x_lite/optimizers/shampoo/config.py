@@ -18,6 +18,7 @@ OWNER = 'distributed_shampoo'
 # Logical axes that every partitioner knows (see partitioning.rules): the first dim of a stack of matrices, sharded over
 # as many devices as divide it; and the dim with one entry per matrix of a parameter, replicated.
 STACK_AXIS = 'optimizer_stack'
+ROWS_AXIS = 'optimizer_rows'
 BLOCKS_AXIS = 'optimizer_blocks'
 
 

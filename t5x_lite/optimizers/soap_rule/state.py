@@ -11,6 +11,7 @@ import optax
 from t5x_lite.optimizers.axes.rules import OptaxStatePartitionRules
 from t5x_lite.optimizers.base.state_hooks import register_schedule_count
 from t5x_lite.optimizers.shampoo.blocks import BlockLayout
+from t5x_lite.optimizers.shampoo.config import ROWS_AXIS
 from t5x_lite.optimizers.shampoo.config import STACK_AXIS
 from t5x_lite.optimizers.shampoo.quantize import QuantizedValue
 from t5x_lite.optimizers.shampoo.state import axes_of_quantized
@@ -102,7 +103,8 @@ def symmetric_statistics(stack: Any, cfg: SoapConfig) -> Array:
 def derive_axes(state: SoapState, params_axes: LogicalAxes) -> SoapState:
   """Return a `SoapState` with a `PartitionSpec` for each array.
 
-  Arrays shaped like a parameter have its axes; the first dim of stacks of matrices is 'optimizer_stack'.
+  Arrays shaped like a parameter have its axes; the first dims of stacks of matrices are 'optimizer_stack' and
+  'optimizer_rows'.
 
   Args:
     state: arrays or `jax.ShapeDtypeStruct`s.
@@ -110,7 +112,7 @@ def derive_axes(state: SoapState, params_axes: LogicalAxes) -> SoapState:
   """
 
   def of_stack(array: Any) -> PartitionSpec:
-    return PartitionSpec(STACK_AXIS, *(None,) * (np.ndim(array) - 1))
+    return PartitionSpec(STACK_AXIS, ROWS_AXIS, *(None,) * (np.ndim(array) - 2))
 
   def of_parameter(own: Any, axes: PartitionSpec) -> Any:
     if isinstance(own, optax.MaskedNode):

@@ -51,12 +51,16 @@ def test_axes_are_those_of_the_parameters_and_stacks_are_divided():
   own = axes.params['kernel']
   assert own.second_moment == own.momentum.quantized == P('embed', 'mlp')
   assert own.momentum.bucket_size == P('mlp')
-  assert [basis.quantized for basis in own.bases] == [P('optimizer_stack', None, None)] * 2
-  assert own.bases[0].diagonal == own.statistics[0].bucket_size == P('optimizer_stack', None)
+  assert [basis.quantized for basis in own.bases] == [
+    P('optimizer_stack', 'optimizer_rows', None)
+  ] * 2
+  assert (
+    own.bases[0].diagonal == own.statistics[0].bucket_size == P('optimizer_stack', 'optimizer_rows')
+  )
   assert axes.params['scale'].bases == ()
   packed = _state(symmetric_storage=True)
   axes = packed[0].derive_logical_axes(packed[1], _AXES).state.param_states.params['kernel']
-  assert axes.statistics[0] == P('optimizer_stack', None, None)
+  assert axes.statistics[0] == P('optimizer_stack', 'optimizer_rows', None)
 
 
 def test_masked_parameters_have_no_state():

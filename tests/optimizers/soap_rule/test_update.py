@@ -13,6 +13,8 @@ from t5x_lite import optimizers
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
 from t5x_lite.layer_stacks import LayerStacks
+from t5x_lite.partitioning.rules import resolve
+from t5x_lite.partitioning.rules import with_optimizer_rules
 from tests.optimizers.soap_rule import soap_reference
 
 # Tests compile more than they compute.
@@ -418,22 +420,18 @@ def test_a_mesh_of_devices_gives_the_updates_of_one():
   mesh = Mesh(
     np.reshape(jax.devices()[:8], (2, 4)), ('data', 'model'), axis_types=(AxisType.Auto,) * 2
   )
-  rules = {'mlp': 'model', 'expert': 'data', 'optimizer_stack': 'model'}
+  rules = (('mlp', 'model'), ('expert', 'data'), ('embed', None))
   definition = optimizers.soap(0.01, block_size=4, **_LAYOUT_OPTIONS).with_param_axes(axes)
   one = definition.create(draws[0])
   specs = definition.derive_logical_axes(one, axes)
   params_specs = specs.state.param_states.of_units.params
-  assert params_specs['a'].bases == (P('optimizer_stack', None, None),) * 2
-  assert params_specs['b'].bases == (P('expert', 'optimizer_stack', None, None),) * 2
+  assert params_specs['a'].bases == (P('optimizer_stack', 'optimizer_rows', None),) * 2
+  assert params_specs['b'].bases == (P('expert', 'optimizer_stack', 'optimizer_rows', None),) * 2
 
   def sharding(spec, array):
-    names = []
-    for axis, size in zip(spec, array.shape, strict=False):
-      name = rules.get(axis)
-      if axis == 'optimizer_stack' and size % 4:
-        name = None
-      names.append(name)
-    return NamedSharding(mesh, P(*names))
+    own = with_optimizer_rules(rules, spec, array.shape, mesh.shape)
+    decisions = resolve(spec, own, shape=array.shape, mesh_shape=mesh.shape)
+    return NamedSharding(mesh, P(*(decision.mesh_axis for decision in decisions)))
 
   step = _jit(lambda optimizer, grads: optimizer.apply_gradient(grads))
   for grads in draws[1:]:
@@ -441,6 +439,10 @@ def test_a_mesh_of_devices_gives_the_updates_of_one():
   with jax.set_mesh(mesh):
     several = definition.create(draws[0])
     shardings = jax.tree.map(sharding, specs, several)
+    params_shardings = shardings.state.param_states.of_units.params
+    # [8, 4, 4] over all devices; two experts [2, 8, 4, 4] on each of two groups of devices, and their blocks on each.
+    assert params_shardings['a'].bases[0].spec == P(('data', 'model'), None, None)
+    assert params_shardings['b'].bases[0].spec == P('data', ('model',), None, None)
     several = jax.device_put(several, shardings)
     step = jax.jit(
       lambda optimizer, grads: optimizer.apply_gradient(grads), out_shardings=shardings
