@@ -317,14 +317,14 @@ MUTANTS = (
   ),
   Mutant(
     'matrices_of_stacked_layers_follow_the_arrays',
-    't5x_lite/optimizers/shampoo/update.py',
+    't5x_lite/optimizers/shampoo/leaves.py',
     'for number in sorted(counts)',
     'for number in counts',
     'tests/optimizers/shampoo/test_update.py::test_layers_in_stacked_arrays_train_as_single_layers',
   ),
   Mutant(
     'sizes_of_matrices_have_the_order_of_the_arrays',
-    't5x_lite/optimizers/shampoo/update.py',
+    't5x_lite/optimizers/shampoo/leaves.py',
     'return [layout for _, layout in sorted(found, key=lambda entry: entry[0])]',
     'return [layout for _, layout in found]',
     'tests/optimizers/shampoo/test_update.py::test_layers_in_stacked_arrays_train_as_single_layers',

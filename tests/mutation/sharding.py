@@ -83,8 +83,8 @@ MUTANTS = (
   Mutant(
     'axes_of_a_tuple_stay_free',
     't5x_lite/partitioning/rules.py',
-    'taken.update(axes_of(mesh_axis))',
-    'taken.add(mesh_axis)',
+    '    decided[dim] = rule\n    taken.update(axes_of(mesh_axis))',
+    '    decided[dim] = rule\n    taken.add(mesh_axis)',
     'tests/partitioning/test_rules.py::test_resolution_equals_flax',
   ),
   Mutant(
