@@ -54,6 +54,7 @@ setuptools.setup(
   package_dir={'t5x_lite.gin_files': 'gin'},
   package_data={
     't5x_lite': ['py.typed'],
+    't5x_lite.compat': ['macros.json'],
     'moe': ['py.typed'],
     't5x_lite.data': ['corpora/*'],
     **{package: ['*.gin'] for package in ('t5x_lite.gin_files', *_GIN_FOLDERS)},

@@ -25,6 +25,7 @@ from t5x_lite.configuration import inheritance
 from t5x_lite.configuration import masking
 from t5x_lite.configuration import mesh_rules
 from t5x_lite.configuration import syntax as gin_syntax
+from t5x_lite.configuration import t5x_macros
 from t5x_lite.configuration import table as gin_table
 from t5x_lite.configuration import validation as gin_check
 from t5x_lite.errors import ConfigError, T5xLiteError
@@ -224,7 +225,8 @@ def read(
       raises for missing and unused macros.
   """
   of_files = [gin_syntax.read_file(name, search_paths) for name in gin_files]
-  texts, rules = mesh_rules.take([*of_files, *flags], search_paths)
+  separate = t5x_macros.separate([*of_files, *flags])
+  texts, rules = mesh_rules.take(separate, search_paths)
   unset = gin_syntax.missing_macros(texts)
   if rules is not None:
     mesh_rules.check_macros(rules, texts)

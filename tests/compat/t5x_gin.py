@@ -8,6 +8,7 @@ differ on purpose.
 """
 
 from collections.abc import Mapping, Sequence
+import dataclasses
 import inspect
 import pathlib
 import re
@@ -18,6 +19,7 @@ from gin import config as gin_config
 
 from t5x_lite import gin_utils
 from t5x_lite.configuration import syntax as gin_syntax
+from t5x_lite.configuration import t5x_macros
 from t5x_lite.errors import T5xLiteError
 
 # T5X has the form of its export in gin; ours is another one.
@@ -181,6 +183,30 @@ def differences(path: str, folder: str) -> list[tuple[str, str, str]]:
   ]
 
 
+def macros(folder: str) -> dict[str, list[str]]:
+  """Return the macros of T5X's files, with those of the files that they include, by path below `t5x/`.
+
+  For a file that T5X has not published, those of `pretrain.gin`, of which it is a form.
+  """
+  found = {}
+  for path in t5x_paths():
+    names = set()
+    texts = [gin_syntax.read_file(f'{folder}/t5x/{path}', [folder])]
+    while texts:
+      text = texts.pop()
+      if text.is_packaged():
+        assert text.path is not None and text.path.name == 'pretrain_deterministic.gin', text.path
+        text = gin_syntax.read_file(f'{folder}/t5x/configs/runs/pretrain.gin', [folder])
+      texts += [each for each in text.statements if isinstance(each, gin_syntax.Text)]
+      own = dataclasses.replace(
+        text, statements=[s for s in text.statements if isinstance(s, gin_syntax.Binding)]
+      )
+      names |= gin_syntax.mentioned_macros([own])
+      names |= {each.macro_name for each in gin_syntax.bindings_of([own]) if each.macro_name}
+    found[path] = sorted(names - {gin_syntax.REQUIRED})
+  return found
+
+
 def main(arguments: Sequence[str]) -> int:
   """Print the differences of all files, or of those named; return the number of unexpected ones."""
   folder, *paths = arguments
@@ -199,6 +225,13 @@ def main(arguments: Sequence[str]) -> int:
     ]
     num_equal += not found
     unexpected += found
+  if not paths:
+    recorded = t5x_macros.macros_of_t5x()
+    unexpected += [
+      f'{path}: has the macros {names}, and t5x_lite/compat/macros.json others'
+      for path, names in macros(folder).items()
+      if recorded.get(f't5x/{path}') != set(names)
+    ]
   print(
     f'{num_equal} files of T5X and ours give the same settings; {len(unexpected)} unexpected differences.',
     *unexpected,

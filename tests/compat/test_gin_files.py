@@ -106,13 +106,13 @@ def test_every_file_of_t5x_is_there():
   assert len(t5x_gin.t5x_paths()) == 85
 
 
-def _load(tmp_path, head, body, command='train'):
+def _load(tmp_path, head, body, command='train', flags=()):
   path = tmp_path / 'mine.gin'
   path.write_text(
     f'from __gin__ import dynamic_registration\nimport seqio\nfrom t5x import utils\n{head}\n{body}\n'
   )
   return gin_utils.load(
-    t5x_gin.ENTRIES[command], gin_utils.read([str(path)], placeholders=t5x_gin.VALUES)
+    t5x_gin.ENTRIES[command], gin_utils.read([str(path)], flags, placeholders=t5x_gin.VALUES)
   )
 
 
@@ -122,9 +122,6 @@ _MODEL = "include 't5x/examples/t5/t5_1_1/tiny.gin'\n"
 @pytest.mark.parametrize(
   'body, setting, value',
   [
-    ('CHECKPOINT_PERIOD = 7', 'checkpoints.SaveCheckpointConfig.period', '7'),
-    ('SAVING_PERIOD = 7', 'checkpoints.SaveCheckpointConfig.period', '7'),
-    ('EVAL_BATCH_SIZE = 7', 'infer_eval/data.DatasetConfig.batch_size', '7'),
     ('BATCH_SIZE = 7', 'train_eval/data.DatasetConfig.batch_size', '7'),
     (
       'utils.DatasetConfig.batch_size = 7',
@@ -154,7 +151,8 @@ def test_bindings_after_a_run_file(tmp_path, body, setting, value):
 def test_the_remedy_for_a_missing_split_has_an_effect(tmp_path, command):
   head = f"{_MODEL}include 't5x/configs/runs/{command}.gin'"
   assert _load(tmp_path, head, '', command).argument('dataset_cfg').split == 'test'
-  changed = _load(tmp_path, head, "MIXTURE_OR_TASK_SPLIT = 'validation'", command)
+  flag = gin_syntax.read_flag('MIXTURE_OR_TASK_SPLIT', 'validation', '--gin.MIXTURE_OR_TASK_SPLIT')
+  changed = _load(tmp_path, head, '', command, [flag])
   assert changed.argument('dataset_cfg').split == 'validation'
 
 
@@ -216,7 +214,7 @@ def test_settings_without_effect_are_logged(tmp_path, monkeypatch, caplog):
     )  # user code may call its function
   assert [message for message in caplog.messages if message.startswith('Not used')] == [
     f'Not used for training: infer_eval/utils.DatasetConfig.batch_size ({tmp_path}/mine.gin:10), '
-    f'INITIAL_CHECKPOINT_PATH ({tmp_path}/mine.gin:8).'
+    f'INITIAL_CHECKPOINT_PATH ({tmp_path}/mine.gin:8), EVALUATOR_NUM_EXAMPLES ({tmp_path}/mine.gin:9).'
   ]
 
 

@@ -4,6 +4,27 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'macros_of_a_project_change_files_of_t5x',
+    't5x_lite/configuration/t5x_macros.py',
+    "      return f'{_OURS}{name}'",
+    '      return name',
+    'tests/configuration/test_t5x_macros.py::test_a_macro_of_a_project_is_its_own',
+  ),
+  Mutant(
+    'a_flag_means_no_macro_of_a_project',
+    't5x_lite/configuration/t5x_macros.py',
+    'is_of_flag = each.text.path is None and name not in read_there',
+    'is_of_flag = each.text.path is None',
+    'tests/configuration/test_t5x_macros.py::test_a_flag_means_the_macro_that_the_project_reads',
+  ),
+  Mutant(
+    'included_files_read_macros_that_the_including_one_lacks',
+    't5x_lite/configuration/t5x_macros.py',
+    '  return theirs & known',
+    '  return theirs',
+    'tests/configuration/test_t5x_macros.py::test_evaluations_have_32_rows_next_to_the_batch_size_of_training',
+  ),
+  Mutant(
     'a_missing_folder_has_no_start_token',
     't5x_lite/checkpoints/hugging_face/network.py',
     "  _check_has_config('decoder_start_id', path)",
