@@ -214,7 +214,8 @@ def open_data(
 ) -> RunData:
   """Check the data against mesh and model, then open the training and evaluation data.
 
-  A task without a validation split is trained without the evaluations of the short form on this task.
+  A task without a validation split is trained without the evaluations of the short form on this task, and one without
+  metrics without the short form of the evaluation by decoding.
 
   Args:
     stack: exit stack that closes the data.
@@ -304,6 +305,10 @@ def open_data(
       if not is_default or each.dataset_cfg.name != cfg.train_dataset_cfg.name:
         raise
       missing.append(name)
+    except evaluation.NoMetricsError as error:
+      if name not in _SHORT_FORMS:
+        raise
+      logging.getLogger(__name__).info('No %s during training: %s', name, error)
   if missing:
     logging.getLogger(__name__).info(
       'No %s during training: %r has no split %r.',

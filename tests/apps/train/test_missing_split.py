@@ -1,4 +1,4 @@
-"""A task without a validation split is trained without evaluation, unless an evaluation is asked for by name."""
+"""A task without a validation split or without metrics is trained without evaluation, unless one is asked for by name."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ def _file(tmp_path):
   )
 
 
-def _seqio(tmp_path):
+def _seqio(tmp_path, splits=('train',)):
   del tmp_path
   seqio = pytest.importorskip('seqio')
   import tensorflow as tf
@@ -49,7 +49,7 @@ def _seqio(tmp_path):
   )
   return seqio.Task(
     'train_only',
-    source=seqio.FunctionDataSource(read, splits=['train']),
+    source=seqio.FunctionDataSource(read, splits=splits),
     preprocessors=[seqio.preprocessors.append_eos],
     output_features={'inputs': feature, 'targets': feature},
     metric_fns=[],
@@ -121,3 +121,31 @@ def test_what_is_asked_for_on_another_task_or_watched_is_an_error(tmp_path):
   }
   with pytest.raises(ConfigError, match='exact_match'):
     _train(tmp_path, save=monitored)
+
+
+@pytest.mark.parametrize('source', ['builtin', 'seqio', 'Evaluator'])
+def test_a_task_without_metrics_is_not_decoded(tmp_path, caplog, source, request):
+  """As in T5X, where infer_eval_dataset_cfg of such a task has no effect."""
+  task = dataclasses.replace(toy_run.TASK, name='train_only', metric_fns=())
+  options = {}
+  if source == 'Evaluator':
+    seqio = pytest.importorskip('seqio')
+    source = 'seqio'
+    task = _seqio(tmp_path, ('train', 'validation'))
+    seqio.TaskRegistry.add_provider('train_only', task)
+    request.addfinalizer(lambda: seqio.TaskRegistry.remove('train_only'))
+    options['inference_evaluator_cls'] = seqio.Evaluator
+    options['infer_eval_dataset_cfg'] = _dataset('validation', 'train_only', source)
+  elif source == 'seqio':
+    task = _seqio(tmp_path, ('train', 'validation'))
+  with caplog.at_level('INFO'):
+    step, _ = _train(tmp_path, task, source, infer_eval_period=1, **options)
+  run = tmp_path / 'run'
+  assert step == 2 and (run / 'training_eval').exists() and not (run / 'inference_eval').exists()
+  (line,) = [line for line in caplog.messages if 'metrics' in line]
+  assert line.startswith("No inference_eval during training: No task of 'train_only' has metrics")
+  named = evaluation.Evaluation(
+    name='mine', dataset_cfg=_dataset('validation', task, source), decode=True
+  )
+  with pytest.raises(evaluation.NoMetricsError):
+    _train(tmp_path / 'named', task, source, evaluations=[named])
