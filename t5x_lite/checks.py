@@ -4,9 +4,12 @@
 compute, lose data or silently give wrong results; for other values Python, JAX and optax raise.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+import contextlib
+import contextvars
 import functools
 import inspect
+import logging
 import math
 import numbers
 import types
@@ -16,6 +19,10 @@ import warnings
 from t5x_lite.errors import ConfigError, InvalidOptions, T5xLiteError, did_you_mean
 
 _MAX_SHOWN = 200  # characters of a value
+# Sentences that `log_for_t5x` has logged; None outside of `written_for_t5x`.
+_logged_for_t5x: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar(
+  'logged_for_t5x', default=None
+)
 
 
 class Expectation(NamedTuple):
@@ -362,6 +369,40 @@ def checks_arguments(owner: str) -> Callable[[Callable[..., Any]], Callable[...,
     return wrapper
 
   return decorate
+
+
+@contextlib.contextmanager
+def written_for_t5x(logged: set[str]) -> Iterator[None]:
+  """Context in which the configuration was written for T5X, see `is_written_for_t5x`.
+
+  Args:
+    logged: sentences that are not logged again; those that are logged are added.
+  """
+  token = _logged_for_t5x.set(logged)
+  try:
+    yield
+  finally:
+    _logged_for_t5x.reset(token)
+
+
+def is_written_for_t5x() -> bool:
+  """Return whether the configuration was written for T5X: values that T5X accepts are no errors then."""
+  return _logged_for_t5x.get() is not None
+
+
+def log_for_t5x(sentence: str) -> bool:
+  """Return whether the configuration was written for T5X, and log the sentence then, once.
+
+  Args:
+    sentence: what a value means, or what is another than in T5X.
+  """
+  logged = _logged_for_t5x.get()
+  if logged is None:
+    return False
+  if sentence not in logged:
+    logged.add(sentence)
+    logging.getLogger(__name__).info('%s', sentence)
+  return True
 
 
 def warn_of_float16(option: str) -> None:

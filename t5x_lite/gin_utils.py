@@ -57,6 +57,8 @@ _REMEDIES = {name: f'set {gin_flag(name, value)}' for name, value in _EXAMPLES.i
 }
 # Run files by the function of a command; other commands configure a training.
 _RUN_FILES = {'evaluate': 'runs/eval.gin', 'infer': 'runs/infer.gin', 'save': 'runs/export.gin'}
+# Macro that records in config.gin that files of the configuration were written for T5X.
+_FOR_T5X = 'WRITTEN_FOR_T5X'
 # The function that trains.
 _TRAINING = 't5x_lite.apps.train.train'
 # The recipe that messages propose: it needs no data and no checkpoint from elsewhere.
@@ -83,6 +85,7 @@ class Configuration:
     uses: configurables that `entry` reaches, itself first.
     mesh_rule: selector, mesh rule and its changes in one line; empty for a configuration without mesh rules.
     table: the bindings.
+    logged_for_t5x: what `checks.log_for_t5x` has logged; None if the configuration was not written for T5X.
   """
 
   entry: Callable[..., Any]
@@ -90,6 +93,7 @@ class Configuration:
   uses: Sequence[gin_check.Use]
   mesh_rule: str = ''
   table: gin_table.Table = dataclasses.field(default_factory=gin_table.Table)
+  logged_for_t5x: set[str] | None = None
 
   def settings(self, left_out: Sequence[str]) -> dict[str, str]:
     """Return the values of all bindings that the entry point reaches, as text by name, for records: without secrets.
@@ -173,9 +177,13 @@ class Configuration:
 
   @contextlib.contextmanager
   def locating_errors(self) -> Iterator[None]:
-    """Context that adds to an error about options where files bind them."""
+    """Context of the run, which adds to an error about options where files bind them. See `checks.log_for_t5x`."""
+    context = contextlib.nullcontext()
+    if self.logged_for_t5x is not None:
+      context = checks.written_for_t5x(self.logged_for_t5x)
     try:
-      yield
+      with context:
+        yield
     except T5xLiteError as error:
       options = getattr(error, 'options', None)
       if options is not None:
@@ -294,7 +302,11 @@ def load(
   resolved = _resolve(texts, mesh_selector)
   texts, binder, rule = resolved
   table = binder.table
-  _log_t5x(binder, texts)
+  logged = None
+  if _log_t5x(binder, texts):
+    binder.resolve([gin_syntax.read_text(f'{_FOR_T5X} = True', 'T5X', is_flag=False)])
+  if table.is_macro(_FOR_T5X):
+    logged = set()
   module_name, _, function_name = entry.rpartition('.')
   function = getattr(importlib.import_module(module_name), function_name)
   registry = gin_table.configurables()
@@ -321,7 +333,7 @@ def load(
   mesh_rule = ''
   if rule is not None:
     mesh_rule = mesh_rules.describe(rule, read_keys)
-  return Configuration(function, text, uses, mesh_rule, table)
+  return Configuration(function, text, uses, mesh_rule, table, logged)
 
 
 class _Resolved(NamedTuple):
@@ -381,12 +393,15 @@ def _resolve(
   return _Resolved(texts, binder, rule)
 
 
-def _log_t5x(binder: gin_apply.Binder, texts: Sequence[gin_syntax.Text]) -> None:
+def _log_t5x(binder: gin_apply.Binder, texts: Sequence[gin_syntax.Text]) -> bool:
   """Log once that names or files of T5X are read as ours, and which defaults are not those of T5X.
 
   Args:
     binder: binder that has resolved the texts.
     texts: files and flags in the order of application.
+
+  Returns:
+    Whether there are any.
   """
   ours: list[str] = []
   for top in texts:
@@ -404,8 +419,12 @@ def _log_t5x(binder: gin_apply.Binder, texts: Sequence[gin_syntax.Text]) -> None
     defaults = _other_defaults(binder.table)
     if defaults:
       sentences.append(f"Defaults that are not T5X's: {', '.join(defaults)}.")
+  if binder.former_names:
+    renamed = [f'{name} is now {new}' for name, new in binder.former_names.items()]
+    sentences.append(f'Names of an earlier T5X: {", ".join(renamed)}.')
   if sentences:
     logging.getLogger(__name__).info('%s See docs/from_t5x.md.', ' '.join(sentences))
+  return bool(sentences)
 
 
 def _other_defaults(table: gin_table.Table) -> list[str]:

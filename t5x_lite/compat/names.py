@@ -221,7 +221,12 @@ MODULES: dict[str, Module] = {
       'amos': "Amos is not part of optax; wrap jestimator's function with optimizers.wrap_optax_optimizer.",
     },
   ),
-  't5x.partitioning': Module(here='t5x_lite.partitioning'),
+  't5x.partitioning': Module(
+    here='t5x_lite.partitioning',
+    names={
+      'ModelBasedPjitPartitioner': 't5x_lite.partitioning:PjitPartitioner',
+    },
+  ),
   't5x.precompile': Module(here='t5x_lite.apps.precompile'),
   't5x.state_utils': Module(here='t5x_lite.checkpoints'),
   't5x.train': Module(
@@ -315,6 +320,13 @@ LEFT_OUT_MODULES: dict[str, str] = {
 DEFAULTS: dict[str, str] = {
   'RANDOM_SEED': 'the clock',
   'USE_CACHED_TASKS': 'True',
+}
+
+# Names in gin files of earlier versions of T5X: of classes, with those that they have now, and of methods, with the
+# parameters that their classes have now.
+FORMER_CLASSES: dict[str, str] = {'ModelBasedPjitPartitioner': 'PjitPartitioner'}
+FORMER_PARAMETERS: dict[str, tuple[str, ...]] = {
+  'loss_fn': ('z_loss', 'label_smoothing', 'loss_normalizing_factor'),
 }
 
 # Programs of T5X, whose names gin files import as those of `__main__`.

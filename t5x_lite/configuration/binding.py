@@ -46,6 +46,8 @@ _EXTRAS = {
 }
 # Section of a class in gin's text none of whose values has a form in it.
 _WITHOUT_VALUES = re.compile(r'\n# Parameters for .*:\n# =+\n# None\.\n')
+# Modules of T5X with its networks.
+_NETWORKS = 't5x.examples.'
 # Names that gin files give to the programs, and their modules in t5x_lite.apps.
 _PROGRAMS = {
   'train_script': 'train',
@@ -64,6 +66,7 @@ class Binder:
     import_statements: the first import of each module in each form, which gin prints.
     not_inherited: bindings of base classes that do not apply to a subclass, see `inherit`.
     t5x_sources: names of the files and flags that import modules of T5X.
+    former_names: names of earlier versions of T5X that are used, and those that they have now.
   """
 
   def __init__(
@@ -87,6 +90,7 @@ class Binder:
     self._skip_unknown = skip_unknown
     self._used: set[str] = set()
     self.t5x_sources: dict[str, None] = {}
+    self.former_names: dict[str, str] = {}
     self.table = Table()
     self.imports: dict[str, gin_syntax.Import] = {}
     self.import_statements: dict[tuple[str, bool], config_parser.ImportStatement] = {}
@@ -119,7 +123,7 @@ class Binder:
     self.not_inherited = inheritance.inherit(self.table, set(self._used), names.method)
 
   def _names(self, source: str) -> '_Names':
-    return _Names(source, self._main_is_t5x, self._used, self.table)
+    return _Names(source, self._main_is_t5x, self._used, self.table, self.former_names)
 
   def _resolve_text(self, text: gin_syntax.Text, preamble: Sequence[gin_syntax.Import]) -> None:
     names = self._names(text.source)
@@ -143,11 +147,30 @@ class Binder:
           names.configurable(statement.selector, statement.location)
         case gin_syntax.Binding():
           key, value = names.resolve(statement)
-          self.table.add(Row(key, value, statement, text))
+          row = Row(key, value, statement, text)
+          self._check_has_one_name(row)
+          self.table.add(row)
     if names.uses_t5x and not preamble:
       self.t5x_sources[text.source] = None
     for each in names.imports:
       self.import_statements.setdefault((each.module, each.is_from), each)
+
+  def _check_has_one_name(self, row: Row) -> None:
+    """Raise if the user has bound a parameter by the name that it has and by that of an earlier T5X.
+
+    Raises:
+      ConfigError: the message has both lines.
+    """
+    other = self.table.get(row.key)
+    if other is None or other.statement is None or other.text.is_packaged():
+      return
+    names = [each.statement.selector.rpartition('.')[2] for each in (other, row)]
+    former = {*t5x_names.FORMER_CLASSES, *t5x_names.FORMER_PARAMETERS}
+    if names[0] != names[1] and former & set(names):
+      raise ConfigError(
+        f'{row.location}: {row.statement.key} is bound by another name too, in {other.location}: '
+        f'{other.statement.key}. Remove one of them.'
+      )
 
   def _skips(self, names: '_Names', statement: gin_syntax.Statement) -> bool:
     """Return True for a statement that `skip_unknown` allows to skip and whose module or configurable is unknown."""
@@ -208,8 +231,16 @@ def configuration_text() -> str:
 class _Names(gin_config.ParseContext):
   """Names that one file can use: its imports, or gin's registry without dynamic registration."""
 
-  def __init__(self, source: str, main_is_t5x: bool, used: set[str], table: Table):
+  def __init__(
+    self,
+    source: str,
+    main_is_t5x: bool,
+    used: set[str],
+    table: Table,
+    former_names: dict[str, str],
+  ):
     super().__init__()
+    self._former_names = former_names
     self._source = source
     self._main_is_t5x = main_is_t5x
     self._used = used  # Complete names that this configuration has used; gin's registry has those of earlier ones too.
@@ -291,6 +322,10 @@ class _Names(gin_config.ParseContext):
       ConfigError: the name is unknown, ambiguous, not a function or class, or not allowed.
     """
     symbols = self._symbol_table
+    module, _, name = selector.rpartition('.')
+    if name in t5x_names.FORMER_CLASSES and module.endswith('partitioning'):
+      self._former_names[selector] = f'{module}.{t5x_names.FORMER_CLASSES[name]}'
+      selector = self._former_names[selector]
     root = selector.partition('.')[0]
     place = None
     find = self._registered
@@ -499,14 +534,18 @@ class _Names(gin_config.ParseContext):
   def _place_by_t5x_name(self, selector: str) -> t5x_names.Place | None:
     """Return the place of the end of a name of T5X, e.g. utils.DatasetConfig, which gin accepts in T5X.
 
-    Several modules of T5X have the same last name, e.g. `network`; the one whose object is configured is meant.
+    Several modules of T5X have the same last name, e.g. `network`; the one whose object is configured is meant. A
+    network of T5X's examples must be one that the configuration uses: the binding would have no effect.
     """
+    used = {self._known()[selector].import_source for selector in self._used}
+    used_modules = {source[0].module for source in used if source is not None}
     parts = selector.split('.')
     found = {}
     for length in range(1, len(parts)):
       for module in t5x_names.modules_ending_with('.'.join(parts[:length])):
         place, _ = t5x_views.resolve(t5x_views.module(module), parts[length:])
-        if place is not None:
+        is_of_network = place is not None and module.startswith(_NETWORKS)
+        if place is not None and (not is_of_network or place.module in used_modules):
           found[_objects(place)[-1]] = place
     configured = []
     for each, place in found.items():
@@ -539,7 +578,7 @@ class _Names(gin_config.ParseContext):
     value = self._value(binding.value, binding.location)
     if binding.macro_name is not None:
       return (binding.macro_name, gin_table.MACRO, 'value'), value
-    configurable = self.configurable(binding.selector, binding.location)
+    configurable = self._with_parameter(binding)
     key = (binding.scope, configurable.selector, binding.arg_name)
     try:
       gin_config.ParsedBindingKey.parse(key)
@@ -548,6 +587,17 @@ class _Names(gin_config.ParseContext):
         f'{binding.location}: {self._why_no_parameter(configurable, binding)}'
       ) from None
     return key, value
+
+  def _with_parameter(self, binding: gin_syntax.Binding) -> gin_config.Configurable:
+    """Return the configurable of a binding: of a class, for a parameter that its method had in an earlier T5X."""
+    owner, _, method = binding.selector.rpartition('.')
+    configurable = self.configurable(binding.selector, binding.location)
+    is_former = binding.arg_name in t5x_names.FORMER_PARAMETERS.get(method, ())
+    if not is_former or binding.arg_name in gin_check.parameter_names(configurable.wrapped):
+      return configurable
+    found = self.configurable(owner, binding.location)
+    self._former_names[binding.key] = f'{gin_table.short_name(found)}.{binding.arg_name}'
+    return found
 
   def _why_no_parameter(
     self, configurable: gin_config.Configurable, binding: gin_syntax.Binding

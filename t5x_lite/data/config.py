@@ -33,6 +33,7 @@ _SPLIT = checks.Expectation(
   "a name such as 'train'", lambda split: isinstance(split, str) and bool(split)
 )
 _BOOL = checks.instance(bool, 'True or False')
+_UNUSED_PACKING = '`DatasetConfig.use_custom_packing_ops` has no effect with pack=False.'
 _COUNT_OR_NONE = checks.number(at_least=0, integer=True).or_none()
 _NO_PREPROCESSORS = checks.Expectation(
   'None or empty',
@@ -128,7 +129,8 @@ class DatasetConfig:
         'An array has at most 2**31 - 1 positions.',
       ),
       use_custom_packing_ops=checks.Expectation(
-        'False with pack = False', lambda use: self.pack or not use
+        'False with pack = False',
+        lambda use: self.pack or not use or checks.log_for_t5x(_UNUSED_PACKING),
       ),
     )
     if self.source not in base.source_names():

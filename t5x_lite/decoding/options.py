@@ -166,7 +166,12 @@ def max_decode_steps(inputs: Array, hard_limit: int | None = None) -> Expectatio
     reduced = known
     if hard_limit:
       reduced = np.minimum(known, hard_limit)
-    return (known >= 1) & (reduced <= length)
+    fits = reduced <= length
+    if not np.all(fits) and checks.log_for_t5x(
+      f'`max_decode_steps` is reduced to {length}, the length of the sequences.'
+    ):
+      fits = True
+    return (known >= 1) & fits
 
   return numbers(
     f'an integer from 1 to {length}, the length of `inputs`, or one for each of the {batch} rows',

@@ -301,7 +301,7 @@ def decode_options(
   set_by_model: Mapping[str, str],
   *,
   rng: Array | None,
-  eos_id: int,
+  eos_id: int | None,
   num_decodes: int,
   prefilled: bool,
   stop_token_ids: Sequence[int] = (),
@@ -314,7 +314,7 @@ def decode_options(
     decoder_params: options of the caller; `eos_id` overrides the vocabulary's.
     set_by_model: arguments of `decode_fn` that the caller must not set, and the remedy for each.
     rng: key of the draws, or None.
-    eos_id: the vocabulary's end token.
+    eos_id: the vocabulary's end token; None if it has none, which `decode_fn` may reject.
     num_decodes: number of sequences for each row.
     prefilled: True if decoding starts after prompts.
     stop_token_ids: further tokens that end a sequence.
@@ -349,6 +349,10 @@ def decode_options(
     supported = arguments
   else:
     supported = contract.options
+  if eos_id is None and checks.log_for_t5x(
+    'The output vocabulary has no eos_id: the token 1 ends sequences.'
+  ):
+    eos_id = 1
   options: dict[str, Any] = {'decode_rng': rng, 'eos_id': eos_id}
   others = tuple(i for i in stop_token_ids if i != eos_id)
   if others and supported is not None and 'stop_token_ids' not in supported:

@@ -625,6 +625,13 @@ class Trainer(BaseTrainer):
       logging.getLogger(__name__).warning(
         'Trainer.learning_rate_fn overrides the learning rate of the optimizer, which has no effect.'
       )
+    own = self._step_shapes.optimizer_def.parts_with_own_learning_rate
+    if own:
+      logging.getLogger(__name__).info(
+        'MultiOptimizer: Trainer.learning_rate_fn has no effect on parts with a learning rate of their own (%s). In '
+        'T5X it replaces the learning rates of all parts.',
+        ', '.join(own),
+      )
     clipping = self._step_shapes.optimizer_def.gradient_clipping
     if self._gradient_clip_norm is not None and clipping:
       logging.getLogger(__name__).info(

@@ -4,6 +4,34 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'configurations_for_t5x_get_the_errors_of_others',
+    't5x_lite/checks.py',
+    '  return _logged_for_t5x.get() is not None',
+    '  return False',
+    'tests/t5x/forms/test_settings.py::test_what_t5x_accepts_is_logged_once_and_recorded',
+  ),
+  Mutant(
+    'a_recorded_configuration_forgets_that_it_was_written_for_t5x',
+    't5x_lite/gin_utils.py',
+    '  if table.is_macro(_FOR_T5X):',
+    '  if binder.t5x_sources:',
+    'tests/t5x/forms/test_settings.py::test_what_t5x_accepts_is_logged_once_and_recorded',
+  ),
+  Mutant(
+    'names_of_networks_need_no_import',
+    't5x_lite/configuration/binding.py',
+    '        if place is not None and (not is_of_network or place.module in used_modules):',
+    '        if place is not None:',
+    'tests/t5x/forms/test_settings.py::test_a_class_of_a_network_that_nobody_imports_is_unknown',
+  ),
+  Mutant(
+    'a_parameter_has_two_names',
+    't5x_lite/configuration/binding.py',
+    '    if names[0] != names[1] and former & set(names):',
+    '    if False:',
+    'tests/t5x/forms/test_settings.py::test_names_of_earlier_versions',
+  ),
+  Mutant(
     'macros_of_a_project_change_files_of_t5x',
     't5x_lite/configuration/t5x_macros.py',
     "      return f'{_OURS}{name}'",

@@ -4,6 +4,20 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'a_task_without_metrics_ends_a_run',
+    't5x_lite/apps/common/trainer_setup.py',
+    '      if name not in _SHORT_FORMS:\n        raise\n',
+    '      raise\n',
+    'tests/apps/train/test_missing_split.py::test_a_task_without_metrics_is_not_decoded',
+  ),
+  Mutant(
+    'parts_with_a_learning_rate_are_not_logged',
+    't5x_lite/optimizers/multi/optimizer.py',
+    '    return tuple(name for name, part in pairs if part.owns_learning_rate)',
+    '    return ()',
+    'tests/t5x/forms/test_settings.py::test_parts_with_a_learning_rate_keep_it_with_a_line_in_the_log',
+  ),
+  Mutant(
     'adapters_have_the_scale_of_alpha',
     't5x_lite/adapters/merging.py',
     'return alpha / rank',

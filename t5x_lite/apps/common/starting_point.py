@@ -206,7 +206,8 @@ def check_learning_rates(
   Raises:
     ConfigError: see above.
   """
-  if trainer.has_two_learning_rates:
+  # The trainer logs that its learning rate replaces that of the optimizer, as in T5X.
+  if trainer.has_two_learning_rates and not checks.is_written_for_t5x():
     raise ConfigError(
       'Exactly one of the optimizer and the trainer must have a learning rate, got both. Remove '
       'learning_rate from the optimizer, or set `Trainer.learning_rate_fn` to None.'

@@ -289,6 +289,12 @@ def open_data(
         ),
         f'opening the evaluation data of {name}',
       )
+      for task, batches in batches_by_task.items():
+        if batches.num_examples < (each.num_batches or 0) * each.dataset_cfg.batch_size:
+          checks.log_for_t5x(
+            f'{name} reads the {batches.num_examples} rows of {task!r} once per evaluation; T5X repeats them until '
+            f'there are {each.num_batches} batches.'
+          )
       opened.append(
         OpenEvaluation(
           name=name, folder=folder, batches=batches_by_task, metric_fns=each.metric_fns

@@ -123,7 +123,8 @@ def get_converter(cfg: DatasetConfig, feature_converter: Any, provider: Any) -> 
     ConfigError: the name is unknown, a feature length is missing or unknown, or the task lacks a feature.
   """
   feature_converter = get_converter_cls(feature_converter)
-  if cfg.use_custom_packing_ops and importlib.util.find_spec('tensor2tensor') is None:
+  uses_tensor2tensor = cfg.use_custom_packing_ops and cfg.pack
+  if uses_tensor2tensor and importlib.util.find_spec('tensor2tensor') is None:
     raise checks.invalid(
       'DatasetConfig',
       'use_custom_packing_ops',

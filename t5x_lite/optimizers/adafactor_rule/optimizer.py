@@ -137,8 +137,11 @@ class Adafactor(definition.OptimizerDef):
     scalars.check_learning_rate(learning_rate, 'Adafactor')
     checks.check('Adafactor', options, **_OPTIONS)
     has_momentum_dtype = jnp.dtype(dtype_momentum) != jnp.float32
+    if not factored and factor_map is not None:
+      raise ConfigError(
+        '`Adafactor.factor_map` has no effect with factored=False. Remove one of them.'
+      )
     for option, condition, other in (
-      ('factor_map', not factored and factor_map is not None, 'factored=False'),
       (
         'max_parameter_scale',
         multiply_by_parameter_scale is False and max_parameter_scale is not None,
@@ -146,8 +149,9 @@ class Adafactor(definition.OptimizerDef):
       ),
       ('dtype_momentum', beta1 is None and has_momentum_dtype, 'beta1=None'),
     ):
-      if condition:
-        raise ConfigError(f'`Adafactor.{option}` has no effect with {other}. Remove one of them.')
+      sentence = f'`Adafactor.{option}` has no effect with {other}.'
+      if condition and not checks.log_for_t5x(sentence):
+        raise ConfigError(f'{sentence} Remove one of them.')
     if logical_factor_rules is not None:
       logical_factor_rules = flax.core.freeze(
         {

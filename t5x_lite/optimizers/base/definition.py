@@ -125,6 +125,11 @@ class OptimizerDef(abc.ABC):
     return self.uses_learning_rate and not self.needs_learning_rate
 
   @property
+  def parts_with_own_learning_rate(self) -> tuple[str, ...]:
+    """Names of the parts that keep a learning rate which the user gave them, while others have the trainer's."""
+    return ()
+
+  @property
   def configured_learning_rates(self) -> dict[str, Any]:
     """Learning rates that the user gave this optimizer, numbers or schedules, as far as they are known.
 

@@ -167,6 +167,14 @@ class MultiOptimizer(definition.OptimizerDef):
     )
 
   @property
+  def parts_with_own_learning_rate(self) -> tuple[str, ...]:
+    """See base class."""
+    if not self.needs_learning_rate:
+      return ()
+    pairs = zip(self.part_names, self.sub_optimizers, strict=True)
+    return tuple(name for name, part in pairs if part.owns_learning_rate)
+
+  @property
   def configured_learning_rates(self) -> dict[str, Any]:
     """Configured learning rates of the parts, as `<name of the part>/<name>`."""
     return {

@@ -1,4 +1,4 @@
-"""A task without a validation split or without metrics is trained without evaluation, unless one is asked for by name."""
+"""A task without a validation split or metrics is trained without evaluation, unless one is asked for by name."""
 
 import dataclasses
 import json
