@@ -147,28 +147,27 @@ class Binder:
           names.configurable(statement.selector, statement.location)
         case gin_syntax.Binding():
           key, value = names.resolve(statement)
-          row = Row(key, value, statement, text)
-          self._check_has_one_name(row)
-          self.table.add(row)
+          self._check_has_one_name(statement, key)
+          self.table.add(Row(key, value, statement, text))
     if names.uses_t5x and not preamble:
       self.t5x_sources[text.source] = None
     for each in names.imports:
       self.import_statements.setdefault((each.module, each.is_from), each)
 
-  def _check_has_one_name(self, row: Row) -> None:
+  def _check_has_one_name(self, binding: gin_syntax.Binding, key: gin_table.Key) -> None:
     """Raise if the user has bound a parameter by the name that it has and by that of an earlier T5X.
 
     Raises:
       ConfigError: the message has both lines.
     """
-    other = self.table.get(row.key)
+    other = self.table.get(key)
     if other is None or other.statement is None or other.text.is_packaged():
       return
-    names = [each.statement.selector.rpartition('.')[2] for each in (other, row)]
+    names = [each.selector.rpartition('.')[2] for each in (other.statement, binding)]
     former = {*t5x_names.FORMER_CLASSES, *t5x_names.FORMER_PARAMETERS}
     if names[0] != names[1] and former & set(names):
       raise ConfigError(
-        f'{row.location}: {row.statement.key} is bound by another name too, in {other.location}: '
+        f'{binding.location}: {binding.key} is bound by another name too, in {other.location}: '
         f'{other.statement.key}. Remove one of them.'
       )
 

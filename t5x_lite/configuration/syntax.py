@@ -256,6 +256,10 @@ def find_file(
     if files.is_remote(candidate):  # Stores have no '..'.
       candidate = candidate.resolve()
     if candidate.is_file():
+      # In a checkout, `gin/` is in the current folder too.
+      resolved = candidate.resolve()
+      if packaged_folder() in resolved.parents:
+        return resolved
       return candidate
   for candidate in candidates:
     broken = files.broken_link(candidate)

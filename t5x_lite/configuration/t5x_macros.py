@@ -23,16 +23,16 @@ _RECORD = pathlib.Path(t5x_names.__file__).parent / 'macros.json'
 _OURS = 'T5X_LITE_'
 
 
-class _Statement(NamedTuple):
-  """A statement.
+class _Binding(NamedTuple):
+  """A binding.
 
   Attributes:
-    statement: the statement.
+    statement: the binding.
     text: the file or flag that has it.
-    theirs: the macros of T5X's file, if the statement belongs to our file of its path; None for other files, and flags.
+    theirs: the macros of T5X's file, if the binding belongs to our file of its path; None for other files, and flags.
   """
 
-  statement: syntax.Statement
+  statement: syntax.Binding
   text: syntax.Text
   theirs: frozenset[str] | None
 
@@ -53,8 +53,7 @@ def separate(texts: Sequence[syntax.Text]) -> list[syntax.Text]:
   Args:
     texts: files and flags in the order of application.
   """
-  statements = [each for text in texts for each in _walk(text, None)]
-  bindings = [each for each in statements if isinstance(each.statement, syntax.Binding)]
+  bindings = [each for text in texts for each in _walk(text, None)]
   defined_here: set[str] = set()
   read_here: set[str] = set()
   read_there: set[str] = set()
@@ -79,7 +78,7 @@ def separate(texts: Sequence[syntax.Text]) -> list[syntax.Text]:
       name,
     )
 
-  def new_name(each: _Statement, name: str) -> str:
+  def new_name(each: _Binding, name: str) -> str:
     is_of_flag = each.text.path is None and name not in read_there
     if name in shared and (is_of_flag or _is_ours(each, name)):
       return f'{_OURS}{name}'
@@ -90,13 +89,13 @@ def separate(texts: Sequence[syntax.Text]) -> list[syntax.Text]:
   return [_renamed(text, None, new_name) for text in texts]
 
 
-def _walk(text: syntax.Text, theirs: frozenset[str] | None) -> Iterator[_Statement]:
+def _walk(text: syntax.Text, theirs: frozenset[str] | None) -> Iterator[_Binding]:
   theirs = _macros(text, theirs)
   for statement in text.statements:
     if isinstance(statement, syntax.Text):
       yield from _walk(statement, theirs)
-    else:
-      yield _Statement(statement, text, theirs)
+    elif isinstance(statement, syntax.Binding):
+      yield _Binding(statement, text, theirs)
 
 
 def _macros(text: syntax.Text, theirs: frozenset[str] | None) -> frozenset[str] | None:
@@ -120,8 +119,8 @@ def _path(text: syntax.Text) -> str:
   return str(text.path).removeprefix(f'{syntax.packaged_folder()}/')
 
 
-def _is_ours(each: _Statement, name: str) -> bool:
-  """Return whether a macro in a statement is ours: T5X's file does not have it."""
+def _is_ours(each: _Binding, name: str) -> bool:
+  """Return whether a macro in a binding is ours: T5X's file does not have it."""
   if each.theirs is None:
     return each.text.is_packaged()
   return name not in each.theirs
@@ -130,16 +129,16 @@ def _is_ours(each: _Statement, name: str) -> bool:
 def _renamed(
   text: syntax.Text,
   theirs: frozenset[str] | None,
-  new_name: Callable[[_Statement, str], str],
+  new_name: Callable[[_Binding, str], str],
 ) -> syntax.Text:
-  """Return a text with other names of macros, which `new_name` gives for a statement and a name."""
+  """Return a text with other names of macros, which `new_name` gives for a binding and a name."""
   theirs = _macros(text, theirs)
   statements: list[syntax.Statement | syntax.Text] = []
   for statement in text.statements:
     if isinstance(statement, syntax.Text):
       statement = _renamed(statement, theirs, new_name)
     elif isinstance(statement, syntax.Binding):
-      rename = functools.partial(new_name, _Statement(statement, text, theirs))
+      rename = functools.partial(new_name, _Binding(statement, text, theirs))
       value = _with_names(statement.value, rename)
       selector = statement.selector
       if statement.macro_name:

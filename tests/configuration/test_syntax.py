@@ -283,3 +283,10 @@ def test_rewrite_gin_args_text_is_gin():
     '--gin_bindings=b.c = {"x": 1}',
     '--other=1',
   ]
+
+
+def test_a_file_of_this_package_is_one_in_the_checkout_too(monkeypatch):
+  """There `gin/` is a folder in the current folder."""
+  monkeypatch.chdir(gin_syntax.packaged_folder().parent)
+  folder = gin_syntax.packaged_folder().name
+  assert gin_syntax.read_file(f'{folder}/t5x/training.gin').is_packaged(gin_syntax.T5X_FILES)
