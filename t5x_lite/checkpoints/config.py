@@ -164,8 +164,8 @@ class CheckpointerBase:
     return {'keep': self.keep}
 
 
-@dataclasses.dataclass(frozen=True)
-class SaveCheckpointConfig:
+@dataclasses.dataclass
+class SaveCheckpointConfig(checks.MutableConfig):
   """Options of saving and keeping checkpoints.
 
   A step is saved if `period` divides it or if it is in `checkpoint_steps`; the last step, and the step at which a
@@ -218,8 +218,11 @@ class SaveCheckpointConfig:
   max_failures_in_a_row: int = 3
   policies: Sequence[Any] = ()
   save_base: bool = False
+  # Value of `keep_best` that the class of an option has set, which another `keep` replaces.
+  _keep_best_of_class: ClassVar[int | None] = None
 
-  def __post_init__(self):
+  def check(self) -> None:
+    """See `MutableConfig`."""
     for option, constructor in _custom_classes(self, 'save').items():
       retention = _read_property(constructor, 'retention', keep=self.keep)
       self._set_retention(option, retention or {})
@@ -227,7 +230,7 @@ class SaveCheckpointConfig:
     has_metric = self.metric_name_to_monitor is not None
     checks.check(
       'SaveCheckpointConfig',
-      vars(self),
+      self._values(),
       dtype=FLOAT_DTYPE.or_none(),
       period=optional,
       checkpoint_steps=_STEPS,
@@ -267,7 +270,8 @@ class SaveCheckpointConfig:
   def _set_retention(self, option: str, retention: Mapping[str, Any]) -> None:
     """Set the options of keeping to those of the class of an option."""
     keep_best = retention.get('keep_best')
-    if keep_best is not None and self.keep_best not in (None, keep_best):
+    others = (None, keep_best, self._keep_best_of_class)
+    if keep_best is not None and self.keep_best not in others:
       raise checks.invalid(
         'SaveCheckpointConfig',
         'keep_best',
@@ -277,11 +281,12 @@ class SaveCheckpointConfig:
       )
     for name, value in retention.items():
       if value is not None or name == 'keep':
-        object.__setattr__(self, name, value)
+        setattr(self, name, value)
+    self._keep_best_of_class = keep_best or self._keep_best_of_class
 
 
-@dataclasses.dataclass(frozen=True)
-class RestoreCheckpointConfig:
+@dataclasses.dataclass
+class RestoreCheckpointConfig(checks.MutableConfig):
   """Checkpoint to start from, and its conversion to the target state.
 
   Attributes:
@@ -335,15 +340,16 @@ class RestoreCheckpointConfig:
   use_param_average: bool | None = None
   base_path: str | None = None
 
-  def __post_init__(self):
+  def check(self) -> None:
+    """See `MutableConfig`."""
     custom = _custom_classes(self, 'restore')
     added = _read_property(custom.get('checkpointer_cls'), 'builders')
     if added:
       others = [each for each in self.builders if each not in added]
-      object.__setattr__(self, 'builders', (*added, *others))
+      self.builders = (*added, *others)
     checks.check(
       'RestoreCheckpointConfig',
-      vars(self),
+      self._values(),
       builders=_BUILDERS,
       path=_PATHS.or_none() if self.builders else _PATHS,
       mode=checks.one_of(RESTORE_MODES),
@@ -356,9 +362,9 @@ class RestoreCheckpointConfig:
       state_transformation_fns=_FUNCTIONS_OR_BUILDERS,
     )
     if self.dtype is not None:  # Recorded settings are JSON, and @jnp.bfloat16 is a class.
-      object.__setattr__(self, 'dtype', jnp.dtype(self.dtype).name)
+      self.dtype = jnp.dtype(self.dtype).name
     if not isinstance(self.fallback_to_scratch, bool):
-      object.__setattr__(self, 'fallback_to_scratch', tuple(self.fallback_to_scratch))
+      self.fallback_to_scratch = tuple(self.fallback_to_scratch)
     # As in T5X, the functions include the assignment map, for callers that pass only the functions on.
     fns = [
       fn for fn in self.state_transformation_fns if not isinstance(fn, transforms.AssignmentMap)
@@ -366,7 +372,7 @@ class RestoreCheckpointConfig:
     if self.assignment_map is not None:
       rules = tuple((pattern, replacement) for pattern, replacement in self.assignment_map)
       fns.insert(0, transforms.AssignmentMap(rules))
-    object.__setattr__(self, 'state_transformation_fns', tuple(fns))
+    self.state_transformation_fns = tuple(fns)
     for path in self.paths:
       discovery.check_path(path, 'RestoreCheckpointConfig.path', may_be_model=True)
 
@@ -378,8 +384,8 @@ class RestoreCheckpointConfig:
     return tuple(self.path or ())
 
 
-@dataclasses.dataclass(frozen=True)
-class CheckpointConfig:
+@dataclasses.dataclass
+class CheckpointConfig(checks.MutableConfig):
   """Options of saving and of the start of a run.
 
   Attributes:
@@ -390,6 +396,12 @@ class CheckpointConfig:
 
   save: SaveCheckpointConfig | None = None
   restore: RestoreCheckpointConfig | None = None
+
+  def check(self) -> None:
+    """See `MutableConfig`."""
+    for cfg in (self.save, self.restore):
+      if cfg is not None:
+        cfg.check()
 
 
 def _custom_classes(
@@ -417,9 +429,10 @@ def _custom_classes(
   custom = {}
   for option, default in _DEFAULT_CLASSES.items():
     constructor = getattr(cfg, option)
+    standard = default.get()
     if constructor is default:
-      object.__setattr__(cfg, option, default.get())
-    else:
+      setattr(cfg, option, standard)
+    elif constructor is not standard:
       custom[option] = constructor
   checks.check(type(cfg).__name__, custom, **dict.fromkeys(custom, expected.or_none()))
   return custom

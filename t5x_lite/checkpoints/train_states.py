@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-import dataclasses
 import logging
 import math
 import os
@@ -109,8 +108,7 @@ def save_train_state(
   if multihost.broadcast_from_lead(np.int32(is_there)):
     _logger.warning('Step %d is not saved, because %s exists.', step, path)
     return False
-  save_options = dataclasses.replace(
-    save_options,
+  save_options = save_options.changed(
     state_transformation_fns=(*save_options.state_transformation_fns, *state_transformation_fns),
   )
   with manager.CheckpointManager(directory, save_cfg=save_options) as writer:

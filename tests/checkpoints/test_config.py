@@ -101,7 +101,7 @@ def test_changed_defaults():
 )
 def test_invalid_save_configs(kwargs, message):
   with pytest.raises(errors.ConfigError, match=f'SaveCheckpointConfig.*{message}'):
-    checkpoints.SaveCheckpointConfig(**kwargs)
+    checkpoints.SaveCheckpointConfig(**kwargs).check()
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_invalid_save_configs(kwargs, message):
 )
 def test_invalid_restore_configs(kwargs, message):
   with pytest.raises(errors.ConfigError, match=f'RestoreCheckpointConfig.*{message}'):
-    checkpoints.RestoreCheckpointConfig(**kwargs)
+    checkpoints.RestoreCheckpointConfig(**kwargs).check()
 
 
 def test_save_best_of_t5x_keeps_the_best_checkpoints():

@@ -458,7 +458,7 @@ def without_other_optimizer(start: StartingPoint, state_shape: TrainState) -> St
     own,
   )
   kept = (*rules, (f'{OPTIMIZER_STATE}.*', None))
-  return dataclasses.replace(start, restore_cfg=dataclasses.replace(cfg, assignment_map=kept))
+  return dataclasses.replace(start, restore_cfg=cfg.changed(assignment_map=kept))
 
 
 def _drops_optimizer(start: StartingPoint) -> bool:

@@ -74,7 +74,7 @@ class CheckpointManager:
     """
     discovery.check_path(directory, 'model directory')
     self._directory = files.path(directory).absolute()
-    self._save_cfg = save_cfg
+    self._save_cfg = save_cfg and save_cfg.validated()
     self._thread: threading.Thread | None = None
     self._begun: process_save.ProcessSave | None = None
     self._error: tuple[int, BaseException] | None = None

@@ -7,7 +7,6 @@ these classes return when the files are complete.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-import dataclasses
 import os
 from typing import Any, NoReturn
 
@@ -110,8 +109,7 @@ class _CheckpointsOfRun(config.CheckpointerBase):
     maps = [fn.rules for fn in state_transformation_fns if isinstance(fn, transforms.AssignmentMap)]
     given = restore_cfg or config.RestoreCheckpointConfig(path=chosen)
     others = [each for each in given.builders if each not in self.builders]
-    cfg = dataclasses.replace(
-      given,
+    cfg = given.changed(
       path=chosen,
       mode='specific',
       assignment_map=maps[0] if maps else None,
@@ -408,7 +406,7 @@ class OrbaxCheckpointManagerInterface(_CheckpointsOfRun):
       keep_dataset_checkpoints=keep_dataset_checkpoints,
       **self.retention,
     )
-    self._policy = policies.save_policies_from_config(self._save_cfg)
+    self._policy = policies.save_policies_from_config(self._save_cfg.validated())
 
   @property
   def retention(self) -> Mapping[str, Any]:
