@@ -184,7 +184,7 @@ class Configuration:
           location = gin_check.location_of(options.owner, name, shown, self.uses, self.table, scope)
           if location is not None:
             found.append(str(location))
-        if options.argument and scope:
+        if not found and options.argument and scope:
           found.append(f'in {"/".join(scope)}/{options.owner}')
         options.locations = found
       raise

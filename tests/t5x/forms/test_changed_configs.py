@@ -19,31 +19,33 @@ def test_a_run_reads_the_values_that_the_project_has_computed(run_form, tmp_path
   assert re.search(r'^checkpoints +2: 2, 4$', captured.out, re.MULTILINE)
 
 
+_DIRECT = {
+  'train_script.train.train_dataset_cfg': '@train/language_configs.LanguageDatasetConfig()'
+}
+
+
 @pytest.mark.parametrize(
-  'binding, message',
+  'bindings, message',
   [
+    ({'language_configs.with_rows.rows': 0}, r'DatasetConfig.batch_size` must .*, got 0\.'),
+    (_DIRECT, r'DatasetConfig.batch_size` must be .*, got 0 \(run.gin:\d+\)\.'),
     (
-      'language_configs.with_rows.rows=0',
-      'error: `DatasetConfig.batch_size` must be an integer >= 1, got 0',
+      {**_DIRECT, 'train/language_configs.LanguageDatasetConfig.batch_size': -1},
+      r'DatasetConfig.batch_size` must be .*, got -1 \(in train/DatasetConfig\)\.',
     ),
     (
-      'train_script.train.train_dataset_cfg=@train/language_configs.LanguageDatasetConfig()',
-      r'batch_size` must be an integer >= 1, got 0 \(run.gin:\d+, in train/DatasetConfig\)\.',
-    ),
-    (
-      'language_configs.often.period=0',
-      'error: `SaveCheckpointConfig.period` must be an integer >= 1 or None, got 0',
+      {'language_configs.often.period': 0},
+      'SaveCheckpointConfig.period` must be an integer >= 1 or None, got 0',
     ),
   ],
 )
 def test_values_that_are_assigned_are_checked_before_the_run(
-  run_form, tmp_path, capfd, binding, message
+  run_form, tmp_path, capfd, bindings, message
 ):
-  name, value = binding.split('=')
-  more = {'MODEL_DIR': tmp_path, name: value}
-  assert run_form('changed_configs', 'train', 'run.gin', '--dry_run', **more) == 2
+  bindings = {'MODEL_DIR': tmp_path, **bindings}
+  assert run_form('changed_configs', 'train', 'run.gin', '--dry_run', **bindings) == 2
   error = capfd.readouterr().err
-  assert re.search(message, error), error
+  assert re.search(f'error: `{message}', error), error
 
 
 @dataclasses.dataclass
