@@ -20,6 +20,7 @@ from gin import config as gin_config
 
 from t5x_lite import checks
 from t5x_lite.compat import names as t5x_names
+from t5x_lite.compat import views as t5x_views
 from t5x_lite.configuration import binding as gin_apply
 from t5x_lite.configuration import inheritance
 from t5x_lite.configuration import masking
@@ -406,6 +407,9 @@ def _log_t5x(binder: gin_apply.Binder, texts: Sequence[gin_syntax.Text]) -> None
       sentences.append(f"Defaults that are not T5X's: {', '.join(defaults)}.")
   if sentences:
     logging.getLogger(__name__).info('%s See docs/from_t5x.md.', ' '.join(sentences))
+    unused = t5x_views.names_of_forks()
+    if unused:
+      logging.getLogger(__name__).warning(unused)
 
 
 def _other_defaults(table: gin_table.Table) -> list[str]:

@@ -181,8 +181,8 @@ MUTANTS = (
   Mutant(
     'the_current_folder_hides_packages_of_other_finders',
     't5x_lite/compat/__init__.py',
-    'sys.meta_path.append(_LastFolder(folder))',
-    'sys.meta_path.insert(3, _LastFolder(folder))',
+    'sys.meta_path.append(forks.LastFolder(folder))',
+    'sys.meta_path.insert(3, forks.LastFolder(folder))',
     'tests/compat/test_programs.py::test_the_current_folder_hides_no_package_that_another_finder_has',
   ),
   Mutant(
@@ -390,5 +390,33 @@ MUTANTS = (
     '_SOURCES[cfg.validated().source](cfg)',
     '_SOURCES[cfg.source](cfg)',
     'tests/t5x/forms/test_changed_configs.py::test_each_function_of_data_checks_assigned_values',
+  ),
+  Mutant(
+    'modules_of_forks_are_not_found',
+    't5x_lite/compat/forks.py',
+    'if not path and names.is_t5x(name) and not names.has_module(name):',
+    'if False:',
+    'tests/t5x/forms/test_fork.py::test_modules_that_t5x_does_not_have_are_those_of_the_fork',
+  ),
+  Mutant(
+    'names_that_a_fork_defines_in_files_of_t5x_are_not_told',
+    't5x_lite/gin_utils.py',
+    '    if unused:\n      logging',
+    '    if False:\n      logging',
+    'tests/t5x/forms/test_fork.py::test_modules_that_t5x_does_not_have_are_those_of_the_fork',
+  ),
+  Mutant(
+    'modules_of_forks_are_trusted',
+    't5x_lite/configuration/binding.py',
+    "    if root != '__gin__':\n      module_imports.check_import",
+    "    if root not in ('__gin__', 't5x'):\n      module_imports.check_import",
+    'tests/t5x/forms/test_fork.py::test_modules_of_a_fork_are_those_of_the_user',
+  ),
+  Mutant(
+    'selectors_do_not_reach_modules_of_forks',
+    't5x_lite/compat/views.py',
+    "    if f'{view.__name__}.{attribute}' in sys.modules:\n",
+    '    if False:\n',
+    'tests/t5x/forms/test_fork.py::test_modules_that_t5x_does_not_have_are_those_of_the_fork',
   ),
 )
