@@ -139,11 +139,32 @@ _DEFAULT_CLASSES = {
 }
 
 
+# Methods of T5X's Checkpointer that commands do not call.
+_NOT_CALLED = (
+  '_create_lazy_awaitable_array',
+  '_filter_out_force_keep_period_steps',
+  '_get_checkpoint_dir',
+  '_get_optimizer_state_dict',
+  '_get_parameter_infos',
+  '_read_state_from_tensorstore',
+  '_remove_old_checkpoints',
+  '_remove_old_dataset_checkpoints',
+  '_restore_train_state',
+  '_transform_state_and_infos',
+  '_write_state_to_tensorstore',
+  'all_dataset_checkpoint_steps',
+  'all_steps',
+  'convert_from_tf_checkpoint',
+  'latest_step',
+  'restore_from_tf_checkpoint',
+)
+
+
 class CheckpointerBase:
   """Base of T5X's classes `checkpointer_cls` and `checkpoint_manager_cls`.
 
-  Commands save and restore without them. They only read `retention` and `builders` if a class overrides them, of an
-  instance that is made with `PLACEHOLDERS`.
+  Commands save and restore without them, except by a subclass of `Checkpointer` with a constructor or methods of its
+  own. They read `retention` and `builders` if a class overrides them, of an instance that is made with `PLACEHOLDERS`.
 
   Attributes:
     PLACEHOLDERS: the required arguments of the constructor, without a train state and a directory.
@@ -182,8 +203,8 @@ class SaveCheckpointConfig(checks.MutableConfig):
     keep_dataset_checkpoints: number of newest checkpoints that keep their dataset state; None for all.
     save_dataset: whether to store the position of the data iterator, which an exact resume needs.
     checkpointer_cls: a `Checkpointer` or subclass, whose `retention` sets the options of keeping: with
-      `SaveBestCheckpointer`, `keep` counts the best checkpoints. Commands save by `CheckpointManager` and raise for
-      classes with another `save`; `LegacyCheckpointManager` uses any class.
+      `SaveBestCheckpointer`, `keep` counts the best checkpoints. `train` calls `save` and `_get_state_dict_for_save` of
+      a subclass, and raises if it overrides other methods; `LegacyCheckpointManager` uses any class.
     state_transformation_fns: functions `(state_dict, parameter_infos) -> (state_dict, parameter_infos)`, applied in
       order to the saved state.
     checkpoint_manager_cls: an `OrbaxCheckpointManagerInterface` or subclass, used like `checkpointer_cls`.
@@ -309,9 +330,8 @@ class RestoreCheckpointConfig(checks.MutableConfig):
       training keeps. With 'bfloat16' a network of compute dtype float32 multiplies bfloat16 numbers, with sums in
       float32.
     restore_dataset: whether to return the stored position of the data iterator too.
-    checkpointer_cls: a `Checkpointer` or subclass, whose `builders` come before those of this configuration. Commands
-      raise for classes with another `restore`; `TrainStateInitializer.from_checkpoints` and
-      `LegacyCheckpointManager` call it.
+    checkpointer_cls: a `Checkpointer` or subclass, whose `builders` come before those of this configuration. `restore`
+      of a subclass is called with T5X's arguments; commands raise if it overrides methods that they do not call.
     state_transformation_fns: functions `(state_dict, target_state_dict, *, is_resuming) -> state_dict`, applied in
       order after `assignment_map`, on nested dicts of NumPy arrays; or builders. As in T5X, a function for
       `assignment_map` is added as the first one.
@@ -468,58 +488,56 @@ def is_standard(constructor: Any, *methods: str) -> bool:
   return all(getattr(made, name, None) is getattr(standard, name, None) for name in methods)
 
 
-def check_standard(cfg: CheckpointConfig) -> None:
-  """Raise if a command cannot use the classes of a configuration, because they save or restore by themselves.
+def is_custom(constructor: Any, *methods: str) -> bool:
+  """Return True for a subclass of T5X's `Checkpointer` with a constructor of a user, or that overrides `methods`."""
+  made = _class_of(constructor)
+  if made is None or not issubclass(made, CheckpointerBase):
+    return False
+  return _is_of_user(made.__init__) or not is_standard(made, *methods)
+
+
+def check_supported(cfg: CheckpointConfig) -> None:
+  """Raise if a command cannot use the classes of a configuration, because they override what it does not call.
 
   Raises:
     ConfigError: with the alternative.
   """
   if cfg.save is not None:
-    _check_standard(
+    _check_supported(
       cfg.save,
       'save',
-      'retention',
       'Change saved states by `state_transformation_fns`, and choose steps by `policies`.',
     )
   if cfg.restore is not None:
-    _check_standard(
+    _check_supported(
       cfg.restore,
       'restore',
-      'builders',
       'Write a builder, checkpoints.StateBuilder, for `RestoreCheckpointConfig.builders`.',
     )
 
 
-def _check_standard(
-  cfg: SaveCheckpointConfig | RestoreCheckpointConfig, method: str, name: str, remedy: str
+def _check_supported(
+  cfg: SaveCheckpointConfig | RestoreCheckpointConfig, method: str, remedy: str
 ) -> None:
-  """Raise if a class of a configuration overrides a method, or sets options of which commands read only a property.
+  """Raise if a class of a configuration overrides methods that commands do not call.
 
   Args:
     cfg: the configuration.
-    method: name of the method, 'save' or 'restore'.
-    name: name of the property.
+    method: name of the method, 'save' or 'restore', of classes that commands do not call.
     remedy: end of the message.
   """
   for option, default in _DEFAULT_CLASSES.items():
     constructor = getattr(cfg, option)
+    made = _class_of(constructor)
     problem = None
-    if not is_standard(constructor, method):
+    if option == 'checkpointer_cls' and made is not None and issubclass(made, default.get()):
+      others = [name for name in _NOT_CALLED if not is_standard(made, name)]
+      if others:
+        problem = f'that overrides none of the methods {", ".join(others)}, which no command calls'
+    elif not is_standard(constructor, method):
       problem = f'whose `{method}` is that of {default.__name__}'
-    elif option == 'checkpointer_cls' and _has_unread_options(constructor, name):
-      problem = (
-        f'with the constructor of {default.__name__}, or with a property `{name}` of its own'
-      )
     if problem is not None:
       raise checks.invalid(type(cfg).__name__, option, f'a class {problem}', constructor, remedy)
-
-
-def _has_unread_options(constructor: Any, name: str) -> bool:
-  """Return True for a class whose own constructor may set options other than the property `name` that is read."""
-  made = _class_of(constructor)
-  if made is None:
-    return False
-  return _is_of_user(made.__init__) and not _is_of_user(getattr(made, name).fget)
 
 
 def _is_of_user(defined: Any) -> bool:

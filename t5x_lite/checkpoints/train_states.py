@@ -83,6 +83,7 @@ def save_train_state(
   *,
   dataset_iterator: HasPosition | SavesPosition | None = None,
   state_transformation_fns: Sequence[transforms.SaveStateTransformationFn] = (),
+  state_dict_fn: Callable[[transforms.StateDict], transforms.StateDict] = lambda state: state,
 ) -> bool:
   """Save a state as the checkpoint of its step, and return when it is committed.
 
@@ -94,6 +95,7 @@ def save_train_state(
     save_options: options of saving and keeping.
     dataset_iterator: iterator whose position is saved, or None.
     state_transformation_fns: further functions, after those of `save_options`.
+    state_dict_fn: function from the state dict of the state to the one that is saved.
 
   Returns:
     True if the state was saved, False if there was a checkpoint of its step.
@@ -121,7 +123,7 @@ def save_train_state(
     position = None
     if dataset_iterator is not None:
       position = _position(dataset_iterator)
-    writer.save(step, train_state.state_dict(), data_state=position)
+    writer.save(step, state_dict_fn(train_state.state_dict()), data_state=position)
   return True
 
 

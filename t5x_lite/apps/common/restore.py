@@ -95,7 +95,7 @@ def restore_for_inference(
   if cfg is not None:
     cfg.validated('restore_checkpoint_cfg')
   checks.check('', locals(), fallback_init_rng=_seed(cfg))
-  checkpoints.check_standard(checkpoints.CheckpointConfig(restore=cfg))
+  checkpoints.check_supported(checkpoints.CheckpointConfig(restore=cfg))
   cfg = None if cfg is None else for_inference(cfg)
   initializer = train_state_initializer_cls(
     None, model.get_initial_variables, input_shapes, partitioner, input_types

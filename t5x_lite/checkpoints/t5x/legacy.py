@@ -154,16 +154,10 @@ class LegacyCheckpointManager:
     self._save_iterator = None
     if save_cfg is not None and save_cfg.save_dataset:
       self._save_iterator = ds_iter
-    if save_cfg is not None and not config.is_standard(save_cfg.checkpointer_cls, 'save'):
-      make: Any = save_cfg.checkpointer_cls
-      self._saving = make(
-        train_state=train_state_shape,
-        partitioner=partitioner,
-        checkpoints_dir=model_dir,
-        dataset_iterator=self._save_iterator,
-        save_dtype=save_cfg.dtype,
-        keep=save_cfg.keep,
-        keep_dataset_checkpoints=save_cfg.keep_dataset_checkpoints,
+    methods = ('save', '_get_state_dict_for_save')
+    if save_cfg is not None and not config.is_standard(save_cfg.checkpointer_cls, *methods):
+      self._saving = save_checkpointer(
+        save_cfg, train_state_shape, partitioner, model_dir, self._save_iterator
       )
     self._restoring = None
     if restore_cfg is not None:
@@ -221,6 +215,26 @@ class LegacyCheckpointManager:
       The state of a single path, otherwise a list of states; None without `restore_cfg` or `paths`.
     """
     return restore(self._restoring, paths, restore_cfg, fallback_state)
+
+
+def save_checkpointer(
+  cfg: config.SaveCheckpointConfig,
+  train_state: TrainState,
+  partitioner: BasePartitioner,
+  model_dir: str | None,
+  ds_iter: Any = None,
+) -> checkpointer.Checkpointer:
+  """Return the checkpointer of a configuration, which saves to a directory."""
+  make: Any = cfg.checkpointer_cls
+  return make(
+    train_state=train_state,
+    partitioner=partitioner,
+    checkpoints_dir=model_dir,
+    dataset_iterator=ds_iter,
+    save_dtype=cfg.dtype,
+    keep=cfg.keep,
+    keep_dataset_checkpoints=cfg.keep_dataset_checkpoints,
+  )
 
 
 def restore_checkpointer(
