@@ -13,7 +13,7 @@ import inspect
 import math
 import numbers
 import types
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 import warnings
 
 from t5x_lite.errors import ConfigError, InvalidOptions, T5xLiteError, did_you_mean
@@ -229,6 +229,8 @@ class MutableConfig:
   So the values are checked where they are used: a run checks them when it is built, and functions when they are called.
   Instances are hashed by identity, also those of dataclasses that compare their fields.
   """
+
+  __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
   def __init_subclass__(cls, **kwargs):
     super().__init_subclass__(**kwargs)

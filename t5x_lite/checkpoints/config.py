@@ -240,7 +240,9 @@ class SaveCheckpointConfig(checks.MutableConfig):
   policies: Sequence[Any] = ()
   save_base: bool = False
   # Value of `keep_best` that the class of an option has set, which another `keep` replaces.
-  _keep_best_of_class: ClassVar[int | None] = None
+  _keep_best_of_class: int | None = dataclasses.field(
+    default=None, init=False, repr=False, compare=False
+  )
 
   def check(self) -> None:
     """See `MutableConfig`."""
