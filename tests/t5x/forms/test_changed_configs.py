@@ -108,6 +108,12 @@ def test_each_function_of_data_checks_assigned_values(cls, use):
   use(cfg)
 
 
+def test_an_invalid_value_may_be_replaced_before_it_is_used():
+  cfg = _dataset(batch_size=0)
+  cfg.batch_size = 8
+  assert next(data.open_train_iterator(cfg, cases.layout()))
+
+
 def test_each_function_of_checkpoints_checks_assigned_values(tmp_path):
   save = checkpoints.SaveCheckpointConfig(keep=2)
   save.keep = 0
