@@ -7,13 +7,15 @@ compute, lose data or silently give wrong results; for other values Python, JAX 
 from collections.abc import Callable, Collection, Iterator, Mapping
 import contextlib
 import contextvars
+import copy
+import dataclasses
 import functools
 import inspect
 import logging
 import math
 import numbers
 import types
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 import warnings
 
 from t5x_lite.errors import ConfigError, InvalidOptions, T5xLiteError, did_you_mean
@@ -225,6 +227,58 @@ def about(
   shown = {name: _shown(value) for name, value in values.items()}
   made.options = InvalidOptions(owner, shown, len(problem))
   return made
+
+
+class MutableConfig:
+  """Base of the configuration dataclasses of T5X: users derive dataclasses from them, and assign values at any time.
+
+  So the values are checked where they are used: a run checks them when it is built, and functions when they are called.
+  Instances are hashed by identity, also those of dataclasses that compare their fields.
+  """
+
+  __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+  def __init_subclass__(cls, **kwargs):
+    super().__init_subclass__(**kwargs)
+    if '__hash__' not in vars(cls):  # `dataclass` removes an inherited one.
+      cls.__hash__ = object.__hash__
+
+  def __post_init__(self) -> None:
+    # An invalid value may be replaced before it is used, for example by the `__post_init__` of a subclass.
+    with contextlib.suppress(AttributeError, TypeError, ValueError):
+      self.check()
+
+  def check(self) -> None:
+    """Raise ConfigError for invalid values, and bring valid ones into the form in which they are read."""
+
+  def validated(self, argument: str = '') -> Self:
+    """Return the configuration after `check`.
+
+    Args:
+      argument: argument of the command's function whose value this is, for the error.
+
+    Raises:
+      ConfigError: a value is invalid.
+    """
+    try:
+      self.check()
+    except T5xLiteError as error:
+      options = getattr(error, 'options', None)
+      if options is not None and argument:
+        options.argument = argument
+      raise
+    return self
+
+  def changed(self, **changes: Any) -> Self:
+    """Return a validated copy with other values, made without the constructor, which a subclass may have changed."""
+    made = copy.copy(self)
+    for name, value in changes.items():
+      setattr(made, name, value)
+    return made.validated()
+
+  def _values(self) -> dict[str, Any]:
+    """Return the values by name, also those that the constructor of a subclass does not set."""
+    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 def _full_name(owner: str, option: str) -> str:

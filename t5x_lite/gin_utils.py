@@ -20,6 +20,7 @@ from gin import config as gin_config
 
 from t5x_lite import checks
 from t5x_lite.compat import names as t5x_names
+from t5x_lite.compat import views as t5x_views
 from t5x_lite.configuration import binding as gin_apply
 from t5x_lite.configuration import inheritance
 from t5x_lite.configuration import masking
@@ -193,6 +194,8 @@ class Configuration:
           location = gin_check.location_of(options.owner, name, shown, self.uses, self.table, scope)
           if location is not None:
             found.append(str(location))
+        if not found and options.argument and scope:
+          found.append(f'in {"/".join(scope)}/{options.owner}')
         options.locations = found
       raise
 
@@ -424,6 +427,9 @@ def _log_t5x(binder: gin_apply.Binder, texts: Sequence[gin_syntax.Text]) -> bool
     sentences.append(f'Names of an earlier T5X: {", ".join(renamed)}.')
   if sentences:
     logging.getLogger(__name__).info('%s See docs/from_t5x.md.', ' '.join(sentences))
+    unused = t5x_views.names_of_forks()
+    if unused:
+      logging.getLogger(__name__).warning(unused)
   return bool(sentences)
 
 

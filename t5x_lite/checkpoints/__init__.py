@@ -28,7 +28,8 @@ __getattr__, __dir__, __all__ = lazy_names(
       'CheckpointerConstructor',
       'RestoreCheckpointConfig',
       'SaveCheckpointConfig',
-      'check_standard',
+      'check_supported',
+      'is_custom',
       'is_standard',
     ),
     't5x_lite.checkpoints.discovery': (
@@ -55,6 +56,7 @@ __getattr__, __dir__, __all__ = lazy_names(
       'create_orbax_checkpoint_manager',
       'get_fallback_state',
       'restore_checkpointer',
+      'save_checkpointer',
     ),
     't5x_lite.checkpoints.t5x.loading': (
       'CheckpointTypes',

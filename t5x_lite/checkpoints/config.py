@@ -139,11 +139,32 @@ _DEFAULT_CLASSES = {
 }
 
 
+# Methods of T5X's Checkpointer that commands do not call.
+_NOT_CALLED = (
+  '_create_lazy_awaitable_array',
+  '_filter_out_force_keep_period_steps',
+  '_get_checkpoint_dir',
+  '_get_optimizer_state_dict',
+  '_get_parameter_infos',
+  '_read_state_from_tensorstore',
+  '_remove_old_checkpoints',
+  '_remove_old_dataset_checkpoints',
+  '_restore_train_state',
+  '_transform_state_and_infos',
+  '_write_state_to_tensorstore',
+  'all_dataset_checkpoint_steps',
+  'all_steps',
+  'convert_from_tf_checkpoint',
+  'latest_step',
+  'restore_from_tf_checkpoint',
+)
+
+
 class CheckpointerBase:
   """Base of T5X's classes `checkpointer_cls` and `checkpoint_manager_cls`.
 
-  Commands save and restore without them. They only read `retention` and `builders` if a class overrides them, of an
-  instance that is made with `PLACEHOLDERS`.
+  Commands save and restore without them, except by a subclass of `Checkpointer` with a constructor or methods of its
+  own. They read `retention` and `builders` if a class overrides them, of an instance that is made with `PLACEHOLDERS`.
 
   Attributes:
     PLACEHOLDERS: the required arguments of the constructor, without a train state and a directory.
@@ -164,8 +185,8 @@ class CheckpointerBase:
     return {'keep': self.keep}
 
 
-@dataclasses.dataclass(frozen=True)
-class SaveCheckpointConfig:
+@dataclasses.dataclass
+class SaveCheckpointConfig(checks.MutableConfig):
   """Options of saving and keeping checkpoints.
 
   A step is saved if `period` divides it or if it is in `checkpoint_steps`; the last step, and the step at which a
@@ -182,8 +203,8 @@ class SaveCheckpointConfig:
     keep_dataset_checkpoints: number of newest checkpoints that keep their dataset state; None for all.
     save_dataset: whether to store the position of the data iterator, which an exact resume needs.
     checkpointer_cls: a `Checkpointer` or subclass, whose `retention` sets the options of keeping: with
-      `SaveBestCheckpointer`, `keep` counts the best checkpoints. Commands save by `CheckpointManager` and raise for
-      classes with another `save`; `LegacyCheckpointManager` uses any class.
+      `SaveBestCheckpointer`, `keep` counts the best checkpoints. `train` calls `save` and `_get_state_dict_for_save` of
+      a subclass, and raises if it overrides other methods; `LegacyCheckpointManager` uses any class.
     state_transformation_fns: functions `(state_dict, parameter_infos) -> (state_dict, parameter_infos)`, applied in
       order to the saved state.
     checkpoint_manager_cls: an `OrbaxCheckpointManagerInterface` or subclass, used like `checkpointer_cls`.
@@ -218,8 +239,13 @@ class SaveCheckpointConfig:
   max_failures_in_a_row: int = 3
   policies: Sequence[Any] = ()
   save_base: bool = False
+  # Value of `keep_best` that the class of an option has set, which another `keep` replaces.
+  _keep_best_of_class: int | None = dataclasses.field(
+    default=None, init=False, repr=False, compare=False
+  )
 
-  def __post_init__(self):
+  def check(self) -> None:
+    """See `MutableConfig`."""
     for option, constructor in _custom_classes(self, 'save').items():
       retention = _read_property(constructor, 'retention', keep=self.keep)
       self._set_retention(option, retention or {})
@@ -227,7 +253,7 @@ class SaveCheckpointConfig:
     has_metric = self.metric_name_to_monitor is not None
     checks.check(
       'SaveCheckpointConfig',
-      vars(self),
+      self._values(),
       dtype=FLOAT_DTYPE.or_none(),
       period=optional,
       checkpoint_steps=_STEPS,
@@ -267,7 +293,8 @@ class SaveCheckpointConfig:
   def _set_retention(self, option: str, retention: Mapping[str, Any]) -> None:
     """Set the options of keeping to those of the class of an option."""
     keep_best = retention.get('keep_best')
-    if keep_best is not None and self.keep_best not in (None, keep_best):
+    others = (None, keep_best, self._keep_best_of_class)
+    if keep_best is not None and self.keep_best not in others:
       raise checks.invalid(
         'SaveCheckpointConfig',
         'keep_best',
@@ -277,11 +304,12 @@ class SaveCheckpointConfig:
       )
     for name, value in retention.items():
       if value is not None or name == 'keep':
-        object.__setattr__(self, name, value)
+        setattr(self, name, value)
+    self._keep_best_of_class = keep_best or self._keep_best_of_class
 
 
-@dataclasses.dataclass(frozen=True)
-class RestoreCheckpointConfig:
+@dataclasses.dataclass
+class RestoreCheckpointConfig(checks.MutableConfig):
   """Checkpoint to start from, and its conversion to the target state.
 
   Attributes:
@@ -304,9 +332,8 @@ class RestoreCheckpointConfig:
       training keeps. With 'bfloat16' a network of compute dtype float32 multiplies bfloat16 numbers, with sums in
       float32.
     restore_dataset: whether to return the stored position of the data iterator too.
-    checkpointer_cls: a `Checkpointer` or subclass, whose `builders` come before those of this configuration. Commands
-      raise for classes with another `restore`; `TrainStateInitializer.from_checkpoints` and
-      `LegacyCheckpointManager` call it.
+    checkpointer_cls: a `Checkpointer` or subclass, whose `builders` come before those of this configuration. `restore`
+      of a subclass is called with T5X's arguments; commands raise if it overrides methods that they do not call.
     state_transformation_fns: functions `(state_dict, target_state_dict, *, is_resuming) -> state_dict`, applied in
       order after `assignment_map`, on nested dicts of NumPy arrays; or builders. As in T5X, a function for
       `assignment_map` is added as the first one.
@@ -335,15 +362,16 @@ class RestoreCheckpointConfig:
   use_param_average: bool | None = None
   base_path: str | None = None
 
-  def __post_init__(self):
+  def check(self) -> None:
+    """See `MutableConfig`."""
     custom = _custom_classes(self, 'restore')
     added = _read_property(custom.get('checkpointer_cls'), 'builders')
     if added:
       others = [each for each in self.builders if each not in added]
-      object.__setattr__(self, 'builders', (*added, *others))
+      self.builders = (*added, *others)
     checks.check(
       'RestoreCheckpointConfig',
-      vars(self),
+      self._values(),
       builders=_BUILDERS,
       path=_PATHS.or_none() if self.builders else _PATHS,
       mode=checks.one_of(RESTORE_MODES),
@@ -356,9 +384,9 @@ class RestoreCheckpointConfig:
       state_transformation_fns=_FUNCTIONS_OR_BUILDERS,
     )
     if self.dtype is not None:  # Recorded settings are JSON, and @jnp.bfloat16 is a class.
-      object.__setattr__(self, 'dtype', jnp.dtype(self.dtype).name)
+      self.dtype = jnp.dtype(self.dtype).name
     if not isinstance(self.fallback_to_scratch, bool):
-      object.__setattr__(self, 'fallback_to_scratch', tuple(self.fallback_to_scratch))
+      self.fallback_to_scratch = tuple(self.fallback_to_scratch)
     # As in T5X, the functions include the assignment map, for callers that pass only the functions on.
     fns = [
       fn for fn in self.state_transformation_fns if not isinstance(fn, transforms.AssignmentMap)
@@ -366,7 +394,7 @@ class RestoreCheckpointConfig:
     if self.assignment_map is not None:
       rules = tuple((pattern, replacement) for pattern, replacement in self.assignment_map)
       fns.insert(0, transforms.AssignmentMap(rules))
-    object.__setattr__(self, 'state_transformation_fns', tuple(fns))
+    self.state_transformation_fns = tuple(fns)
     for path in self.paths:
       discovery.check_path(path, 'RestoreCheckpointConfig.path', may_be_model=True)
 
@@ -378,8 +406,8 @@ class RestoreCheckpointConfig:
     return tuple(self.path or ())
 
 
-@dataclasses.dataclass(frozen=True)
-class CheckpointConfig:
+@dataclasses.dataclass
+class CheckpointConfig(checks.MutableConfig):
   """Options of saving and of the start of a run.
 
   Attributes:
@@ -390,6 +418,12 @@ class CheckpointConfig:
 
   save: SaveCheckpointConfig | None = None
   restore: RestoreCheckpointConfig | None = None
+
+  def check(self) -> None:
+    """See `MutableConfig`."""
+    for cfg in (self.save, self.restore):
+      if cfg is not None:
+        cfg.check()
 
 
 def _custom_classes(
@@ -417,9 +451,10 @@ def _custom_classes(
   custom = {}
   for option, default in _DEFAULT_CLASSES.items():
     constructor = getattr(cfg, option)
+    standard = default.get()
     if constructor is default:
-      object.__setattr__(cfg, option, default.get())
-    else:
+      setattr(cfg, option, standard)
+    elif constructor is not standard:
       custom[option] = constructor
   checks.check(type(cfg).__name__, custom, **dict.fromkeys(custom, expected.or_none()))
   return custom
@@ -455,58 +490,56 @@ def is_standard(constructor: Any, *methods: str) -> bool:
   return all(getattr(made, name, None) is getattr(standard, name, None) for name in methods)
 
 
-def check_standard(cfg: CheckpointConfig) -> None:
-  """Raise if a command cannot use the classes of a configuration, because they save or restore by themselves.
+def is_custom(constructor: Any, *methods: str) -> bool:
+  """Return True for a subclass of T5X's `Checkpointer` with a constructor of a user, or that overrides `methods`."""
+  made = _class_of(constructor)
+  if made is None or not issubclass(made, CheckpointerBase):
+    return False
+  return _is_of_user(made.__init__) or not is_standard(made, *methods)
+
+
+def check_supported(cfg: CheckpointConfig) -> None:
+  """Raise if a command cannot use the classes of a configuration, because they override what it does not call.
 
   Raises:
     ConfigError: with the alternative.
   """
   if cfg.save is not None:
-    _check_standard(
+    _check_supported(
       cfg.save,
       'save',
-      'retention',
       'Change saved states by `state_transformation_fns`, and choose steps by `policies`.',
     )
   if cfg.restore is not None:
-    _check_standard(
+    _check_supported(
       cfg.restore,
       'restore',
-      'builders',
       'Write a builder, checkpoints.StateBuilder, for `RestoreCheckpointConfig.builders`.',
     )
 
 
-def _check_standard(
-  cfg: SaveCheckpointConfig | RestoreCheckpointConfig, method: str, name: str, remedy: str
+def _check_supported(
+  cfg: SaveCheckpointConfig | RestoreCheckpointConfig, method: str, remedy: str
 ) -> None:
-  """Raise if a class of a configuration overrides a method, or sets options of which commands read only a property.
+  """Raise if a class of a configuration overrides methods that commands do not call.
 
   Args:
     cfg: the configuration.
-    method: name of the method, 'save' or 'restore'.
-    name: name of the property.
+    method: name of the method, 'save' or 'restore', of classes that commands do not call.
     remedy: end of the message.
   """
   for option, default in _DEFAULT_CLASSES.items():
     constructor = getattr(cfg, option)
+    made = _class_of(constructor)
     problem = None
-    if not is_standard(constructor, method):
+    if option == 'checkpointer_cls' and made is not None and issubclass(made, default.get()):
+      others = [name for name in _NOT_CALLED if not is_standard(made, name)]
+      if others:
+        problem = f'that overrides none of the methods {", ".join(others)}, which no command calls'
+    elif not is_standard(constructor, method):
       problem = f'whose `{method}` is that of {default.__name__}'
-    elif option == 'checkpointer_cls' and _has_unread_options(constructor, name):
-      problem = (
-        f'with the constructor of {default.__name__}, or with a property `{name}` of its own'
-      )
     if problem is not None:
       raise checks.invalid(type(cfg).__name__, option, f'a class {problem}', constructor, remedy)
-
-
-def _has_unread_options(constructor: Any, name: str) -> bool:
-  """Return True for a class whose own constructor may set options other than the property `name` that is read."""
-  made = _class_of(constructor)
-  if made is None:
-    return False
-  return _is_of_user(made.__init__) and not _is_of_user(getattr(made, name).fget)
 
 
 def _is_of_user(defined: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-import dataclasses
 import logging
 import math
 import os
@@ -84,6 +83,7 @@ def save_train_state(
   *,
   dataset_iterator: HasPosition | SavesPosition | None = None,
   state_transformation_fns: Sequence[transforms.SaveStateTransformationFn] = (),
+  state_dict_fn: Callable[[transforms.StateDict], transforms.StateDict] = lambda state: state,
 ) -> bool:
   """Save a state as the checkpoint of its step, and return when it is committed.
 
@@ -95,6 +95,7 @@ def save_train_state(
     save_options: options of saving and keeping.
     dataset_iterator: iterator whose position is saved, or None.
     state_transformation_fns: further functions, after those of `save_options`.
+    state_dict_fn: function from the state dict of the state to the one that is saved.
 
   Returns:
     True if the state was saved, False if there was a checkpoint of its step.
@@ -109,8 +110,7 @@ def save_train_state(
   if multihost.broadcast_from_lead(np.int32(is_there)):
     _logger.warning('Step %d is not saved, because %s exists.', step, path)
     return False
-  save_options = dataclasses.replace(
-    save_options,
+  save_options = save_options.changed(
     state_transformation_fns=(*save_options.state_transformation_fns, *state_transformation_fns),
   )
   with manager.CheckpointManager(directory, save_cfg=save_options) as writer:
@@ -123,7 +123,7 @@ def save_train_state(
     position = None
     if dataset_iterator is not None:
       position = _position(dataset_iterator)
-    writer.save(step, train_state.state_dict(), data_state=position)
+    writer.save(step, state_dict_fn(train_state.state_dict()), data_state=position)
   return True
 
 

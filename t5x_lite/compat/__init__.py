@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 import contextlib
-import importlib.machinery
 import sys
 from typing import Any
 
+from t5x_lite.compat import forks
 from t5x_lite.compat import names
 from t5x_lite.compat import views
 from t5x_lite.errors import ConfigError
@@ -23,7 +23,9 @@ def install() -> None:
   loaded = [
     name
     for name, module in sys.modules.items()
-    if name.partition('.')[0] == 't5x' and not isinstance(module, views.View)
+    if name.partition('.')[0] == 't5x'
+    and names.has_module(name)
+    and not isinstance(module, views.View)
   ]
   if loaded:
     raise ConfigError(
@@ -45,22 +47,6 @@ def is_installed() -> bool:
   return isinstance(sys.modules.get('t5x'), views.View)
 
 
-class _LastFolder:
-  """Finder of modules in a folder, after all others: it hides no package, also not one that is installed editable."""
-
-  def __init__(self, folder: str):
-    self.folder = folder
-
-  def find_spec(
-    self, name: str, path: Sequence[str] | None = None, target: Any = None
-  ) -> importlib.machinery.ModuleSpec | None:
-    """Return the specification of a module or package in the folder, for Python's import."""
-    del target
-    if path is None:
-      return importlib.machinery.PathFinder.find_spec(name, [self.folder])
-    return None
-
-
 def set_up_process(folder: str = '', *, installs: bool = True) -> None:
   """Let this process find the modules of users as T5X's programs do.
 
@@ -68,8 +54,8 @@ def set_up_process(folder: str = '', *, installs: bool = True) -> None:
     folder: folder in which modules are found too, after all others; '' for none.
     installs: whether to call `install`; without effect if T5X itself is imported already.
   """
-  if folder and folder not in _last_folders():
-    sys.meta_path.append(_LastFolder(folder))
+  if folder and folder not in forks.folders():
+    sys.meta_path.append(forks.LastFolder(folder))
   if installs:
     with contextlib.suppress(ConfigError):
       install()
@@ -83,11 +69,11 @@ def leave_folders_without(modules: Sequence[str]) -> None:
   Args:
     modules: full names of modules.
   """
-  for finder in [finder for finder in sys.meta_path if isinstance(finder, _LastFolder)]:
+  for finder in forks.finders():
     tops = {module.partition('.')[0] for module in modules}
     if any(finder.find_spec(top) is not None for top in tops):
       continue
-    sys.meta_path.remove(finder)
+    finder.is_used = False
     # `python -m` finds this package itself there in a checkout.
     if sys.path[-1:] == [finder.folder] and finder.find_spec(__name__.partition('.')[0]) is None:
       sys.path.pop()
@@ -97,14 +83,10 @@ class SetUp:
   """The set-up of this process, which a process that unpickles it gets too. Pickle it before objects of users."""
 
   def __reduce__(self) -> tuple[Any, ...]:
-    return _set_up_like, (_last_folders(), is_installed())
+    return _set_up_like, (forks.folders(), is_installed())
 
 
 def _set_up_like(folders: Sequence[str], installs: bool) -> SetUp:
   for folder in ('', *folders):
     set_up_process(folder, installs=installs)
   return SetUp()
-
-
-def _last_folders() -> list[str]:
-  return [finder.folder for finder in sys.meta_path if isinstance(finder, _LastFolder)]

@@ -338,6 +338,12 @@ def is_t5x(module: str) -> bool:
   return module.partition('.')[0] in ('t5x', '__main__')
 
 
+def has_module(module: str) -> bool:
+  """Return whether T5X has a module or package, with or without an equivalent."""
+  left_out = any(f'{module}.'.startswith(f'{name}.') for name in LEFT_OUT_MODULES)
+  return module in MODULES or bool(submodules(module)) or left_out
+
+
 def rows(module: str) -> list[Module]:
   """Return the rows of a module; several for `__main__`, none for a package."""
   names = _PROGRAMS if module == '__main__' else (module,)
@@ -380,9 +386,7 @@ def why_no_module(module: str) -> str:
   near = did_you_mean(
     module.removeprefix('t5x.'), [name.removeprefix('t5x.') for name in MODULES], lists_all=False
   )
-  return (
-    f'T5X has no module {module!r}.{near} A module of your own must be outside of the package t5x.'
-  )
+  return f'T5X has no module {module!r}.{near} A module of your own is found in the folder t5x of the current folder.'
 
 
 def sentence(module: str, name: str) -> str:

@@ -12,8 +12,12 @@ import sys
 import types
 from typing import Any
 
+from t5x_lite.compat import forks
 from t5x_lite.compat import names
 from t5x_lite.errors import ConfigError, did_you_mean
+
+# Remedy for names in files that are not run.
+_MOVE = 'Move what you need to a module with another name.'
 
 
 class View(types.ModuleType):
@@ -87,6 +91,8 @@ def resolve(view: View, attributes: Sequence[str]) -> tuple[names.Place | None, 
     if attribute in names.submodules(view.__name__):
       view = module(f'{view.__name__}.{attribute}')
       continue
+    if f'{view.__name__}.{attribute}' in sys.modules:
+      return _resolve_in_fork(view.__name__, attributes[position:])
     place = find(view.__name__, attribute)
     if place is None:
       return None, why_no_name(view.__name__, attribute)
@@ -104,6 +110,22 @@ def resolve(view: View, attributes: Sequence[str]) -> tuple[names.Place | None, 
   return None, f'{view.__name__} is a module. Name a function or class in it.'
 
 
+def _resolve_in_fork(module_name: str, attributes: Sequence[str]) -> tuple[names.Place | None, str]:
+  """Return the place of an object of an imported module of a fork; see `resolve`."""
+  while attributes and f'{module_name}.{attributes[0]}' in sys.modules:
+    module_name = f'{module_name}.{attributes[0]}'
+    attributes = attributes[1:]
+  value: Any = sys.modules[module_name]
+  for attribute in attributes:
+    if not hasattr(value, attribute):
+      near = did_you_mean(attribute, _public(value), lists_all=False)
+      return None, f'{module_name} has no {attribute!r}.{near}'
+    value = getattr(value, attribute)
+  if not attributes:
+    return None, f'{module_name} is a module. Name a function or class in it.'
+  return names.Place(module_name, '.'.join(attributes)), ''
+
+
 def why_no_name(module_name: str, name: str) -> str:
   """Return why one of T5X's modules or packages has no such name here, as a sentence with the alternative."""
   if not names.rows(module_name):
@@ -111,7 +133,30 @@ def why_no_name(module_name: str, name: str) -> str:
   sentence = names.sentence(module_name, name)
   if sentence:
     return f'{module_name}.{name} has no equivalent in t5x_lite. {sentence}'
+  for path, defined in forks.definitions(module_name).items():
+    if name in defined:
+      return f'{module_name} has no {name!r}. {path} defines it, and is not run. {_MOVE}'
   return f'{module_name} has no {name!r}.{did_you_mean(name, _known(module_name), lists_all=False)}'
+
+
+def names_of_forks() -> str:
+  """Return a warning about files that are not run and define names that neither T5X nor t5x_lite has; or ''."""
+  found = []
+  for module_name in forks.modules():
+    for path, defined in forks.definitions(module_name).items():
+      unknown = [
+        name
+        for name in defined
+        if find(module_name, name) is None and not names.sentence(module_name, name)
+      ]
+      if unknown:
+        found.append(f'{path} ({", ".join(unknown)})')
+  if not found:
+    return ''
+  return (
+    "Files of the folder t5x with the names of T5X's are not run: t5x_lite has their functions. These define names "
+    f'that it does not have: {", ".join(found)}. {_MOVE}'
+  )
 
 
 @functools.cache

@@ -21,6 +21,7 @@ from gin import config as gin_config
 from gin import config_parser
 
 import t5x_lite
+from t5x_lite.compat import forks as t5x_forks
 from t5x_lite.compat import names as t5x_names
 from t5x_lite.compat import views as t5x_views
 from t5x_lite.configuration import inheritance
@@ -264,7 +265,8 @@ class _Names(gin_config.ParseContext):
     module = statement.statement.module
     root = module.partition('.')[0]
     problem = ''
-    if t5x_names.is_t5x(module) and (self._main_is_t5x or root != '__main__'):
+    is_view = t5x_names.is_t5x(module) and not t5x_forks.has_module(module)
+    if is_view and (self._main_is_t5x or root != '__main__'):
       self._add_view(statement)
       return
     if root == '__gin__' and module != '__gin__.dynamic_registration':

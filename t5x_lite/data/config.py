@@ -42,8 +42,8 @@ _NO_PREPROCESSORS = checks.Expectation(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class DatasetConfig:
+@dataclasses.dataclass
+class DatasetConfig(checks.MutableConfig):
   """Options of a dataset, its feature lengths and its batches.
 
   Attributes:
@@ -60,7 +60,7 @@ class DatasetConfig:
     pack: whether several examples share a row.
     use_custom_packing_ops: whether to pack with Tensor2Tensor's operations, which must be installed (seqio only).
     module: a module that registers the task or the source. It is imported when the data is opened; if it must register
-      `source`, already when the configuration is created.
+      `source`, already when the configuration is checked.
     use_memory_cache: whether rows of an evaluation are kept in memory; otherwise each pass prepares them again.
     trim_output_features: whether longer features are trimmed; otherwise a longer feature is an error.
     runtime_preprocessors: None. T5X passes them to AirIO; here the model's converter converts and packs the examples.
@@ -97,10 +97,11 @@ class DatasetConfig:
   num_epochs: int | None = None
   earlier_sentinels: bool = False
 
-  def __post_init__(self) -> None:
+  def check(self) -> None:
+    """See `MutableConfig`; imports `module` if it must register `source`."""
     checks.check(
       'DatasetConfig',
-      vars(self),
+      self._values(),
       mixture_or_task_name=_TASK,
       module=_MODULE,
       split=_SPLIT,
@@ -122,7 +123,7 @@ class DatasetConfig:
     longest = max((self.task_feature_lengths or {}).values(), default=1)
     checks.check(
       'DatasetConfig',
-      vars(self),
+      self._values(),
       batch_size=checks.Expectation(
         f'below {-(-(2**31) // longest)} for features of {longest} ids',
         lambda rows: rows * longest < 2**31,

@@ -1,7 +1,6 @@
 """T5X's functions that open datasets, and the use of functions with T5X's signatures for a run's data."""
 
 from collections.abc import Callable, Iterator, Mapping
-import dataclasses
 import inspect
 from typing import Any, Protocol
 
@@ -86,11 +85,9 @@ def get_dataset(
       'False', lambda value: value is False, 'Set RestoreCheckpointConfig.restore_dataset = True.'
     ),
   )
-  cfg.check_lengths_are_given('training')
-  if num_epochs is None:
-    cfg = cfg
-  else:
-    cfg = dataclasses.replace(cfg, num_epochs=num_epochs)
+  if num_epochs is not None:
+    cfg = cfg.changed(num_epochs=num_epochs)
+  cfg.validated().check_lengths_are_given('training')
   log_seed(cfg)
   return get_source(cfg).get_dataset(_layout(cfg, shard_id, num_shards), feature_converter_cls)
 
@@ -112,7 +109,7 @@ def get_dataset_inner(
     num_epochs: see `get_dataset`.
   """
   return get_dataset(
-    dataclasses.replace(cfg, seed=seed),
+    cfg.changed(seed=seed),
     shard_info.index,
     shard_info.num_shards,
     feature_converter_cls,

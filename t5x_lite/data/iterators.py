@@ -1,6 +1,5 @@
 """Functions that open the data of a `DatasetConfig` with any source, with the checks common to all sources."""
 
-import dataclasses
 import functools
 import logging
 from typing import Any
@@ -37,6 +36,7 @@ def open_train_iterator(
     ConfigError: the options contradict each other, the layout or the model's features.
     DataError: the task, mixture or split is unknown, or the split is empty.
   """
+  cfg.validated()
   _check_layout(cfg, layout)
   cfg.check_lengths_are_given('training')
   source = _open_source(cfg)
@@ -73,6 +73,7 @@ def open_eval_iterators(
   Raises:
     ConfigError, DataError: see `open_train_iterator`.
   """
+  cfg.validated()
   _check_layout(cfg, layout)
   _check_reads_once(cfg, 'for evaluation')
   checks.check(
@@ -112,6 +113,7 @@ def open_eval_tasks(
   Raises:
     ConfigError, DataError: see `open_train_iterator`; `pack` is True.
   """
+  cfg.validated()
   _check_layout(cfg, layout)
   _check_false(cfg, ('pack',), 'for evaluation by decoding')
   _check_reads_once(cfg, 'for evaluation by decoding')
@@ -155,6 +157,7 @@ def open_example_sources(
         needs_targets=needs_targets,
       )
     ]
+  cfg.validated()
   _check_false(cfg, ('shuffle', 'pack'), 'for inference')
   _check_reads_once(cfg, 'for inference')
   reader = _open_source(with_feature_lengths(cfg, feature_converter=model.FEATURE_CONVERTER))
@@ -190,7 +193,7 @@ def read_task_texts(cfg: DatasetConfig, max_examples: int | None = None) -> dict
   Raises:
     ConfigError, DataError: see `open_train_iterator`; or the source has no texts.
   """
-  cfg.check_lengths_are_given('reading texts')
+  cfg.validated().check_lengths_are_given('reading texts')
   return get_source(cfg).read_task_texts(max_examples)
 
 
@@ -232,7 +235,7 @@ def with_earlier_sentinels(cfg: DatasetConfig) -> DatasetConfig:
   """Return `cfg` with `earlier_sentinels`, if its source reads texts by itself; otherwise `cfg`."""
   if not supports_option(cfg, 'earlier_sentinels'):
     return cfg
-  return dataclasses.replace(cfg, earlier_sentinels=True)
+  return cfg.changed(earlier_sentinels=True)
 
 
 def log_seed(cfg: DatasetConfig) -> None:
@@ -259,7 +262,7 @@ def _log_seed(name: str, split: str) -> None:
 def _check_false(cfg: DatasetConfig, options: tuple[str, ...], use: str) -> None:
   checks.check(
     'DatasetConfig',
-    vars(cfg),
+    {option: getattr(cfg, option) for option in options},
     **dict.fromkeys(options, checks.Expectation(f'False {use}', lambda value: value is False)),
   )
 
@@ -267,7 +270,7 @@ def _check_false(cfg: DatasetConfig, options: tuple[str, ...], use: str) -> None
 def _check_reads_once(cfg: DatasetConfig, use: str) -> None:
   checks.check(
     'DatasetConfig',
-    vars(cfg),
+    {'num_epochs': cfg.num_epochs},
     num_epochs=checks.Expectation(
       f'None {use}',
       lambda value: value is None,

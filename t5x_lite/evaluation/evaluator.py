@@ -107,6 +107,7 @@ class InferenceEvaluator:
       ConfigError: an option is out of range, or the model does not support the data.
       NoMetricsError: no task has metrics.
     """
+    infer_eval_dataset_cfg.check()
     check_evaluator_cls(inference_evaluator_cls, infer_eval_dataset_cfg, cfg)
     if cfg.decode_fn is not None:
       model = model.with_decode_fn(cfg.decode_fn)

@@ -147,7 +147,7 @@ class InteractiveModel:
     self._task_feature_lengths = dict(task_feature_lengths)
     self._save_checkpoint_cfg = checkpoints.SaveCheckpointConfig(
       dtype=dtype or 'float32', save_dataset=False
-    )
+    ).validated()
     self._save_period = save_period
     self._saved_steps: list[int] = []
     self._restore_checkpoint_cfg = None
@@ -163,7 +163,7 @@ class InteractiveModel:
         restore_dataset=False,
         builders=added,
         base_path=base_path,
-      )
+      ).validated()
     init_rng, trainer_rng = jax.random.split(
       jax.random.key(starting_point.choose_seed(init_random_seed))
     )

@@ -43,7 +43,9 @@ def element_spec(
   """
   converter = _converter(model)
   # `DatasetConfig` checks lengths and batch size.
-  data.DatasetConfig('texts', task_feature_lengths, 'train', batch_size, False, 0, source='builtin')
+  data.DatasetConfig(
+    'texts', task_feature_lengths, 'train', batch_size, False, 0, source='builtin'
+  ).check()
   converter.check(task_feature_lengths, ['inputs', 'targets'], 'texts')
   return converter.element_spec(task_feature_lengths, batch_size, False)
 

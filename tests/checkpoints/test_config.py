@@ -101,7 +101,7 @@ def test_changed_defaults():
 )
 def test_invalid_save_configs(kwargs, message):
   with pytest.raises(errors.ConfigError, match=f'SaveCheckpointConfig.*{message}'):
-    checkpoints.SaveCheckpointConfig(**kwargs)
+    checkpoints.SaveCheckpointConfig(**kwargs).check()
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_invalid_save_configs(kwargs, message):
 )
 def test_invalid_restore_configs(kwargs, message):
   with pytest.raises(errors.ConfigError, match=f'RestoreCheckpointConfig.*{message}'):
-    checkpoints.RestoreCheckpointConfig(**kwargs)
+    checkpoints.RestoreCheckpointConfig(**kwargs).check()
 
 
 def test_save_best_of_t5x_keeps_the_best_checkpoints():
@@ -195,7 +195,7 @@ def _from_gin(tmp_path, more=''):
 def test_the_checkpointer_of_a_gin_file_of_t5x_has_its_effect(tmp_path):
   save = _from_gin(tmp_path).save
   assert (save.keep_best, save.metric_name_to_monitor) == (2, 'inference_eval/task/match')
-  checkpoints.check_standard(checkpoints.CheckpointConfig(save))
+  checkpoints.check_supported(checkpoints.CheckpointConfig(save))
   # The configuration passes it.
   with pytest.raises(
     errors.ConfigError, match='SaveBestCheckpointer.keep has no effect.*set keep in'

@@ -102,7 +102,7 @@ def test_messages_of_imports_name_the_alternative(tmp_path):
     (
       't5x.optimizers.amos has no equivalent',
       *['t5x.test_utils has no equivalent'] * 2,
-      *['module of your own must be outside of the package t5x'] * 3,
+      *['module of your own is found in the folder t5x of the current folder'] * 3,
     ),
     strict=True,
   ):

@@ -55,7 +55,7 @@ def test_errors_have_the_sentences_of_the_table():
       'DatasetConfig.runtime_preprocessors=[...]',
       lambda: data.DatasetConfig(
         'x', {'inputs': 8}, 'train', 8, False, 0, runtime_preprocessors=[1]
-      ),
+      ).check(),
     ),
     (
       't5x.utils',

@@ -47,7 +47,7 @@ from tests.data import builtin_cases as cases
 )
 def test_rejected_configurations(change, message):
   with pytest.raises(ConfigError, match=message):
-    cases.make_cfg(**change)
+    cases.make_cfg(**change).check()
 
 
 def test_rejected_layouts_and_converters():

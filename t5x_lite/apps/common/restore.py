@@ -92,8 +92,10 @@ def restore_for_inference(
     ConfigError: the seed is missing or out of range.
   """
   cfg = restore_checkpoint_cfg
+  if cfg is not None:
+    cfg.validated('restore_checkpoint_cfg')
   checks.check('', locals(), fallback_init_rng=_seed(cfg))
-  checkpoints.check_standard(checkpoints.CheckpointConfig(restore=cfg))
+  checkpoints.check_supported(checkpoints.CheckpointConfig(restore=cfg))
   cfg = None if cfg is None else for_inference(cfg)
   initializer = train_state_initializer_cls(
     None, model.get_initial_variables, input_shapes, partitioner, input_types
@@ -140,7 +142,7 @@ def for_inference(cfg: checkpoints.RestoreCheckpointConfig) -> checkpoints.Resto
   """Return how inference restores: without the position in the training data, and by default the average."""
   averages = cfg.use_param_average is None and not cfg.builders
   use_param_average = averages or cfg.use_param_average
-  return dataclasses.replace(cfg, restore_dataset=False, use_param_average=use_param_average)
+  return cfg.changed(restore_dataset=False, use_param_average=use_param_average)
 
 
 def _seed(cfg: checkpoints.RestoreCheckpointConfig | None) -> checks.Expectation:

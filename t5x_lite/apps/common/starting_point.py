@@ -98,6 +98,12 @@ class StartingPoint:
     return self.path is None and (self.restore_cfg is None or not self.restore_cfg.builders)
 
   @property
+  def is_custom(self) -> bool:
+    """True if a class of a user restores the checkpoint."""
+    cfg = self.restore_cfg
+    return self.path is not None and checkpoints.is_custom(cfg and cfg.checkpointer_cls, 'restore')
+
+  @property
   def description(self) -> str:
     """Text for the log."""
     if self.is_new:
@@ -263,10 +269,10 @@ def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -
 
   Raises:
     CheckpointError: none or several checkpoints are configured, or all checkpoints of the directory are damaged.
-    ConfigError: the run directory was written by `convert`, or a custom `checkpointer_cls` is not supported; or the
-      run would start with new parameters in a directory with checkpoints of T5X.
+    ConfigError: the run directory was written by `convert`, or `checkpointer_cls` overrides a method that nothing
+      calls; or the run would start with new parameters in a directory with checkpoints of T5X.
   """
-  checkpoints.check_standard(checkpoint_cfg)
+  checkpoints.check_supported(checkpoint_cfg)
   configured = checkpoint_cfg.restore
   # Only checkpoints with a manifest are the run's own.
   own_step = checkpoints.newest_sound_step(model_dir)
@@ -282,6 +288,9 @@ def choose_start(model_dir: str, checkpoint_cfg: checkpoints.CheckpointConfig) -
     if configured is not None:
       base_path = configured.base_path or next(iter(configured.paths), None)
     own = checkpoints.RestoreCheckpointConfig(path=model_dir, mode='latest', base_path=base_path)
+    save = checkpoint_cfg.save
+    if save is not None and not checkpoints.is_standard(save.checkpointer_cls, 'restore'):
+      own = own.changed(checkpointer_cls=save.checkpointer_cls)  # as in T5X
     return StartingPoint(path=path, resumes=True, restore_cfg=own, metadata=metadata)
   if configured is None or not configured.paths:
     _check_has_none_of_t5x(model_dir)
@@ -344,6 +353,8 @@ def check_start(
   """
   if start.is_new:
     return checkpoints.Fit()
+  if start.is_custom:  # its method may add what the checkpoint lacks
+    return None
   config = state_init.stack_config(model)
   chain = start.chain
   for path in start.paths_of_models:
@@ -459,7 +470,7 @@ def without_other_optimizer(start: StartingPoint, state_shape: TrainState) -> St
     own,
   )
   kept = (*rules, (f'{OPTIMIZER_STATE}.*', None))
-  return dataclasses.replace(start, restore_cfg=dataclasses.replace(cfg, assignment_map=kept))
+  return dataclasses.replace(start, restore_cfg=cfg.changed(assignment_map=kept))
 
 
 def _drops_optimizer(start: StartingPoint) -> bool:
@@ -614,6 +625,8 @@ def make_state(
   if start.is_new:
     assert init_rng is not None  # new parameters need a key
     state = initializer.from_scratch(init_rng)
+  elif start.is_custom:
+    state, restored = _restore_by_user(start, initializer, partitioner, init_rng)
   else:
     shapes = initializer.global_train_state_shape
     shardings = None
@@ -641,6 +654,36 @@ def make_state(
     state = shapes.restore_state(restored.state)
   if not partitioner.params_on_devices:
     state = partitioner.move_params_to_devices(state, axes)
+  return state, restored
+
+
+def _restore_by_user(
+  start: StartingPoint,
+  initializer: state_init.TrainStateInitializer,
+  partitioner: partitioning.PjitPartitioner,
+  init_rng: jax.Array | None,
+) -> tuple[PyTree, checkpoints.RestoredCheckpoint]:
+  """Restore a checkpoint by `restore` of the class of a user, with T5X's arguments; see `make_state`."""
+  cfg = start.restore_cfg
+  assert cfg is not None and start.path is not None  # see `StartingPoint.is_custom`
+  shapes = initializer.global_train_state_shape
+  checkpointer = checkpoints.restore_checkpointer(cfg, shapes, partitioner, None)
+  state = checkpointer.restore(
+    path=start.path,
+    state_transformation_fns=cfg.state_transformation_fns,
+    fallback_state=checkpoints.get_fallback_state(
+      cfg, lambda rng: initializer.from_scratch(rng).state_dict(), init_rng
+    ),
+  )
+  restored = checkpoints.RestoredCheckpoint(
+    state={},
+    data_state=None,
+    num_data_processes=0,
+    step=int(checkpoints.get_local_data(state.step)),
+    path=start.path,
+    is_resuming=start.resumes,
+    metadata=start.metadata,
+  )
   return state, restored
 
 

@@ -84,6 +84,10 @@ class RunConfig:
 
   def __post_init__(self):
     starting_point.check_model_dir('train', 'model_dir', self.model_dir)
+    for argument in ('train_dataset_cfg', 'train_eval_dataset_cfg', 'infer_eval_dataset_cfg'):
+      dataset_cfg = getattr(self, argument)
+      if dataset_cfg is not None:
+        dataset_cfg.validated(argument)
     self.train_dataset_cfg.check_lengths_are_given('training', 'train_dataset_cfg')
     starting_point.check_optimizer(self.model)
     checks.check(
@@ -113,6 +117,8 @@ class RunConfig:
         'Set another `Evaluation.name`.',
       ),
     )
+    for each in self.evaluations:
+      each.dataset_cfg.check()
     evaluation.check_evaluator_cls(
       self.inference_evaluator_cls, self.infer_eval_dataset_cfg, self.infer_eval_cfg
     )

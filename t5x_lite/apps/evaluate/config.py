@@ -76,6 +76,9 @@ class EvaluateConfig:
   dry_run: bool = False
 
   def __post_init__(self) -> None:
+    self.dataset_cfg.validated('dataset_cfg')
+    if self.restore_checkpoint_cfg is not None:
+      self.restore_checkpoint_cfg.validated('restore_checkpoint_cfg')
     is_path = output_folder.directory('Set EVAL_OUTPUT_DIR, e.g. to the folder eval of the run.')
     is_needed = self.infer_eval_cfg is None or self.eval_steps is not None
     checks.check(

@@ -21,7 +21,7 @@ def explain_sharding(
   Raises:
     ConfigError: the batch or an array is not divisible by its mesh axes, or an axis has no rule.
   """
-  train_dataset_cfg.check_lengths_are_given('training')
+  train_dataset_cfg.validated('train_dataset_cfg').check_lengths_are_given('training')
   partitioner.get_data_layout(train_dataset_cfg.batch_size)
   spec = get_converter(model.FEATURE_CONVERTER).element_spec(
     train_dataset_cfg.task_feature_lengths, train_dataset_cfg.batch_size, train_dataset_cfg.pack

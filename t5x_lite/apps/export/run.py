@@ -189,7 +189,7 @@ def save(
   if adapter is not None:
     # Sums of the original weights and the adapter are rounded once.
     restored_model = model.with_adapter(dataclasses.replace(adapter, base_dtype=None))
-    cfg = cfg and dataclasses.replace(cfg, dtype='float32')
+    cfg = cfg and cfg.changed(dtype='float32')
   restored = next(
     restore_lib.restore_for_inference(
       restored_model,

@@ -113,6 +113,9 @@ class InferConfig:
   settings: Mapping[str, str] | None = None
 
   def __post_init__(self) -> None:
+    self.restore_checkpoint_cfg.validated('restore_checkpoint_cfg')
+    if isinstance(self.dataset_cfg, data.DatasetConfig):
+      self.dataset_cfg.validated('dataset_cfg')
     checks.check(
       'infer',
       vars(self),

@@ -152,6 +152,7 @@ class TrainConfig(RunConfig):
 
   def __post_init__(self):
     super().__post_init__()
+    self.checkpoint_cfg.check()
     has_infer_eval = self.infer_eval_dataset_cfg is not None
     has_eval = has_infer_eval or self.train_eval_dataset_cfg is not None
     use_orbax = checks.instance(bool, 'True or False')

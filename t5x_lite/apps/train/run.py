@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 from t5x_lite import checkpoints
+from t5x_lite import checks
 from t5x_lite import multihost
 from t5x_lite import partitioning
 from t5x_lite import runtime
@@ -180,8 +181,19 @@ def _open_saves(run: OpenRun) -> TrainSaves | None:
   save_cfg = cfg.checkpoint_cfg.save
   if save_cfg is None:
     return None
+  checkpointer = None
+  if checkpoints.is_custom(save_cfg.checkpointer_cls, 'save', '_get_state_dict_for_save'):
+    if run.is_saved_apart:
+      raise checks.invalid(
+        'SaveCheckpointConfig', 'save_base', 'True with this checkpointer_cls', False, 'Set it.'
+      )
+    checkpointer = checkpoints.save_checkpointer(
+      save_cfg, run.state_shape, cfg.partitioner, cfg.model_dir
+    )
+    given = {name: value for name, value in checkpointer.retention.items() if value is not None}
+    save_cfg = save_cfg.changed(**given)
   manager = checkpoints.CheckpointManager(cfg.model_dir, save_cfg=save_cfg, spool_dir=cfg.spool_dir)
-  return TrainSaves(run.stack.enter_context(manager), run)
+  return TrainSaves(run.stack.enter_context(manager), run, checkpointer)
 
 
 def _begin_files(run: OpenRun, last_step: float, *, redo_evaluation: bool) -> None:

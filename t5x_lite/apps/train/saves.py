@@ -1,6 +1,6 @@
 """Checkpoints of a training run: confirmation that they are sound, and handling of failed saves."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import logging
 import math
 import os
@@ -45,14 +45,21 @@ class TrainSaves:
   evaluation had a finite loss. No older checkpoint is deleted before that.
   """
 
-  def __init__(self, manager: checkpoints.CheckpointManager, run: OpenRun):
+  def __init__(
+    self,
+    manager: checkpoints.CheckpointManager,
+    run: OpenRun,
+    checkpointer: checkpoints.Checkpointer | None = None,
+  ):
     """Store the arguments; save nothing.
 
     Args:
       manager: checkpoint manager.
       run: the run, whose trainer holds the state.
+      checkpointer: checkpointer of a user, whose `save` is called; None for none.
     """
     self._manager = manager
+    self._checkpointer = checkpointer
     self._run_cfg = run.cfg
     self._cfg = run.cfg.checkpoint_cfg.save
     # Checkpoints have the trained parameters and this identity of the others; None: all parameters.
@@ -207,10 +214,11 @@ class TrainSaves:
         f'step {step:,}  Saved {name} in {seconds:.1f} s{size}: {", ".join(reasons)}.'
       )
 
-    try:
+    def write(state_dict: Any, transformation_fns: Sequence[Any] | None = None) -> None:
       self._is_writing = self._manager.save(
         step,
-        state,
+        state_dict,
+        transformation_fns=transformation_fns,
         data_state=data_state,
         metrics=_finite(numbers),
         on_commit=on_commit,
@@ -225,6 +233,12 @@ class TrainSaves:
         problem=problem,
         keep_first=keep_first,
       )
+
+    try:
+      if self._checkpointer is None:
+        write(state)
+      else:
+        self._save_by_user(self._checkpointer, write)
     except SaveError as error:
       self._count_failure(error)
     else:
@@ -232,6 +246,25 @@ class TrainSaves:
         self._unconfirmed = step
       else:
         self._unconfirmed = None
+
+  def _save_by_user(
+    self, checkpointer: checkpoints.Checkpointer, write_fn: Callable[..., None]
+  ) -> None:
+    """Save the state by `save` of the class of a user; its `super().save` calls `write_fn`."""
+    written = []
+
+    def write(state_dict: Any, transformation_fns: Sequence[Any]) -> None:
+      written.append(True)
+      write_fn(state_dict, transformation_fns)
+
+    checkpointer.set_writer(write)
+    checkpointer.save(self._trainer.train_state, self._cfg.state_transformation_fns)
+    if not written:
+      logging.getLogger(__name__).warning(
+        '%s.save has not called Checkpointer.save: the run cannot resume at step %s.',
+        type(checkpointer).__name__,
+        f'{self._trainer.step:,}',
+      )
 
   def _has_base(self) -> bool:
     """Return whether the base is still there and unchanged; otherwise all checkpoints from now on have it.

@@ -103,6 +103,7 @@ def get_first_valid_restore_config_and_paths(
     CheckpointDamagedError: all checkpoints of a directory are damaged.
   """
   for cfg in restore_cfgs:
+    cfg.check()
     if cfg.mode == 'specific':
       paths = [sources.folder_of(path) for path in cfg.paths]
       for path in paths:

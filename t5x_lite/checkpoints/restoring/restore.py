@@ -139,6 +139,7 @@ def restore_checkpoint(
   """
   name = None if path is None else sources.folder_of(path)
   cfg = restore_cfg or config.RestoreCheckpointConfig(path=name, mode='specific')
+  cfg.check()
   builders = chain.chain_of(
     name, cfg, transformation_fns=transformation_fns, is_resuming=is_resuming
   )
@@ -230,6 +231,7 @@ def check_fits(
   """
   name = None if path is None else sources.folder_of(path)
   cfg = restore_cfg or config.RestoreCheckpointConfig(path=name, mode='specific')
+  cfg.check()
   builders = chain.chain_of(
     name, cfg, transformation_fns=transformation_fns, is_resuming=is_resuming
   )

@@ -74,7 +74,7 @@ class CheckpointManager:
     """
     discovery.check_path(directory, 'model directory')
     self._directory = files.path(directory).absolute()
-    self._save_cfg = save_cfg
+    self._save_cfg = save_cfg and save_cfg.validated()
     self._thread: threading.Thread | None = None
     self._begun: process_save.ProcessSave | None = None
     self._error: tuple[int, BaseException] | None = None
@@ -154,6 +154,7 @@ class CheckpointManager:
     on_commit: Callable[[], None] = lambda: None,
     problem: Exception | None = None,
     keep_first: bool = False,
+    transformation_fns: Sequence[transforms.SaveStateTransformationFn] | None = None,
   ) -> bool:
     """Save `state` as the checkpoint of `step`, independent of the schedule of the configuration.
 
@@ -175,6 +176,7 @@ class CheckpointManager:
         folder; None for none.
       keep_first: whether to write the checkpoint to the spool folder first, before an unfinished save is waited for; a
         process that is stopped may have little time. An error of the unfinished save is then only logged.
+      transformation_fns: functions instead of `state_transformation_fns` of the configuration; None for those.
 
     Returns:
       True if a save was started.
@@ -196,7 +198,7 @@ class CheckpointManager:
       data_state = None
     begun = None
     if keep_first and self._spool is not None:
-      begun = self._begin(step, state, data_state, metrics, metadata)
+      begun = self._begin(step, state, data_state, metrics, metadata, transformation_fns)
       begun.keep_copy(self._spool)
       try:
         self.wait()
@@ -214,7 +216,7 @@ class CheckpointManager:
           self._spool.clear()
         return False
     if begun is None:
-      begun = self._begin(step, state, data_state, metrics, metadata)
+      begun = self._begin(step, state, data_state, metrics, metadata, transformation_fns)
     begun = dataclasses.replace(begun, problem=problem or self._forget_metrics(step))
     if is_sound:
       self._sound_step = step
@@ -434,10 +436,13 @@ class CheckpointManager:
     data_state: Mapping[str, bytes] | None,
     metrics: Mapping[str, float] | None,
     metadata: Mapping[str, Any] | None,
+    transformation_fns: Sequence[transforms.SaveStateTransformationFn] | None,
   ) -> process_save.ProcessSave:
     """Return a save with copies of the arrays, for the thread; touches no file of a checkpoint."""
     cfg = self._saving_options
-    flat = transforms.transform_saved(state, cfg.state_transformation_fns)
+    if transformation_fns is None:
+      transformation_fns = cfg.state_transformation_fns
+    flat = transforms.transform_saved(state, transformation_fns)
     if cfg.dtype is not None:
       flat = state_io.cast_floating(flat, restore_lib.is_cast, cfg.dtype)
     self._num_saves += 1

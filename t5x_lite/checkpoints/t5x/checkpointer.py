@@ -6,8 +6,7 @@ these classes return when the files are complete.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 import os
 from typing import Any, NoReturn
 
@@ -81,6 +80,13 @@ class _CheckpointsOfRun(config.CheckpointerBase):
       'keep_checkpoints_without_metrics': self.keep_checkpoints_without_metrics,
     }
 
+  def _get_state_dict_for_save(
+    self, state_dict: transforms.StateDict, lazy_load: bool = True
+  ) -> transforms.StateDict:
+    """Return the state dict that is saved; subclasses of `Checkpointer` may leave arrays out, as in T5X."""
+    del lazy_load
+    return state_dict
+
   def _save(
     self,
     train_state: TrainState,
@@ -91,6 +97,7 @@ class _CheckpointsOfRun(config.CheckpointerBase):
       self._directory,
       train_state,
       cfg,
+      state_dict_fn=self._get_state_dict_for_save,
       dataset_iterator=self._dataset_iterator,
       state_transformation_fns=state_transformation_fns,
     )
@@ -110,8 +117,7 @@ class _CheckpointsOfRun(config.CheckpointerBase):
     maps = [fn.rules for fn in state_transformation_fns if isinstance(fn, transforms.AssignmentMap)]
     given = restore_cfg or config.RestoreCheckpointConfig(path=chosen)
     others = [each for each in given.builders if each not in self.builders]
-    cfg = dataclasses.replace(
-      given,
+    cfg = given.changed(
       path=chosen,
       mode='specific',
       assignment_map=maps[0] if maps else None,
@@ -154,7 +160,7 @@ class Checkpointer(_CheckpointsOfRun):
   """Saves and restores train states in one directory, and returns when the files are complete.
 
   `CheckpointManager` saves while training continues. The constructor reads and writes nothing. Commands use `builders`
-  and `retention` of a subclass; its `save` and `restore` are used by the functions with T5X's names.
+  and `retention` of a subclass, and `save`, `restore` and `_get_state_dict_for_save` that it overrides.
 
   Attributes:
     checkpoints_dir: the directory.
@@ -165,6 +171,7 @@ class Checkpointer(_CheckpointsOfRun):
   """
 
   PLACEHOLDERS = {'train_state': None, 'partitioner': None, 'checkpoints_dir': ''}
+  _write_fn: Callable[[transforms.StateDict, Sequence[Any]], None] | None = None
 
   def __init__(
     self,
@@ -199,6 +206,15 @@ class Checkpointer(_CheckpointsOfRun):
     self.keep_dataset_checkpoints = keep_dataset_checkpoints
     self.save_dtype = save_dtype
 
+  @property
+  def _save_dtype(self) -> Any:
+    """T5X's name of `save_dtype`, for subclasses."""
+    return self.save_dtype
+
+  def set_writer(self, write_fn: Callable[[transforms.StateDict, Sequence[Any]], None]) -> None:
+    """Let `save` pass the state dict and the functions that transform it to `write_fn`, as in `train`."""
+    self._write_fn = write_fn
+
   def all_dataset_checkpoint_steps(self) -> Sequence[int]:
     """Return the steps of the checkpoints that hold a position in the data, ascending."""
     return discovery.all_dataset_checkpoint_steps(self.checkpoints_dir)
@@ -228,6 +244,10 @@ class Checkpointer(_CheckpointsOfRun):
         (128,), t5x_names.remedy('t5x.checkpoints', 'Checkpointer.save.concurrent_gb=64')
       ),
     )
+    if self._write_fn is not None:
+      state_dict = self._get_state_dict_for_save(train_state.state_dict())
+      self._write_fn(state_dict, state_transformation_fns)
+      return
     cfg = config.SaveCheckpointConfig(
       dtype=self.save_dtype,
       keep_dataset_checkpoints=self.keep_dataset_checkpoints,
@@ -408,7 +428,7 @@ class OrbaxCheckpointManagerInterface(_CheckpointsOfRun):
       keep_dataset_checkpoints=keep_dataset_checkpoints,
       **self.retention,
     )
-    self._policy = policies.save_policies_from_config(self._save_cfg)
+    self._policy = policies.save_policies_from_config(self._save_cfg.validated())
 
   @property
   def retention(self) -> Mapping[str, Any]:

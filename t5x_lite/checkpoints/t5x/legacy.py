@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-import dataclasses
 import functools
 import os
 from typing import Any
@@ -148,22 +147,17 @@ class LegacyCheckpointManager:
       ds_iter: data iterator whose position is saved and restored, if the configurations say so; None for none.
       model_dir: directory of `save`.
     """
+    config.CheckpointConfig(save_cfg, restore_cfg).check()
     self._save_cfg = save_cfg
     self._model_dir = model_dir
     self._saving = None
     self._save_iterator = None
     if save_cfg is not None and save_cfg.save_dataset:
       self._save_iterator = ds_iter
-    if save_cfg is not None and not config.is_standard(save_cfg.checkpointer_cls, 'save'):
-      make: Any = save_cfg.checkpointer_cls
-      self._saving = make(
-        train_state=train_state_shape,
-        partitioner=partitioner,
-        checkpoints_dir=model_dir,
-        dataset_iterator=self._save_iterator,
-        save_dtype=save_cfg.dtype,
-        keep=save_cfg.keep,
-        keep_dataset_checkpoints=save_cfg.keep_dataset_checkpoints,
+    methods = ('save', '_get_state_dict_for_save')
+    if save_cfg is not None and not config.is_standard(save_cfg.checkpointer_cls, *methods):
+      self._saving = save_checkpointer(
+        save_cfg, train_state_shape, partitioner, model_dir, self._save_iterator
       )
     self._restoring = None
     if restore_cfg is not None:
@@ -199,7 +193,7 @@ class LegacyCheckpointManager:
     train_states.save_train_state(
       self._model_dir,
       train_state,
-      dataclasses.replace(self._save_cfg, state_transformation_fns=()),
+      self._save_cfg.changed(state_transformation_fns=()),
       dataset_iterator=self._save_iterator,
       state_transformation_fns=state_transformation_fns,
     )
@@ -221,6 +215,26 @@ class LegacyCheckpointManager:
       The state of a single path, otherwise a list of states; None without `restore_cfg` or `paths`.
     """
     return restore(self._restoring, paths, restore_cfg, fallback_state)
+
+
+def save_checkpointer(
+  cfg: config.SaveCheckpointConfig,
+  train_state: TrainState,
+  partitioner: BasePartitioner,
+  model_dir: str | None,
+  ds_iter: Any = None,
+) -> checkpointer.Checkpointer:
+  """Return the checkpointer of a configuration, which saves to a directory."""
+  make: Any = cfg.checkpointer_cls
+  return make(
+    train_state=train_state,
+    partitioner=partitioner,
+    checkpoints_dir=model_dir,
+    dataset_iterator=ds_iter,
+    save_dtype=cfg.dtype,
+    keep=cfg.keep,
+    keep_dataset_checkpoints=cfg.keep_dataset_checkpoints,
+  )
 
 
 def restore_checkpointer(
@@ -326,7 +340,7 @@ def create_orbax_checkpoint_manager(
   Raises:
     ConfigError: the configurations have different classes, or neither is given.
   """
-  cfgs = [cfg for cfg in (save_cfg, restore_cfg) if cfg is not None]
+  cfgs = [cfg.validated() for cfg in (save_cfg, restore_cfg) if cfg is not None]
   classes = [cfg.checkpoint_manager_cls for cfg in cfgs]
   if not cfgs or any(each is not classes[0] for each in classes):
     raise checks.invalid(
@@ -339,7 +353,7 @@ def create_orbax_checkpoint_manager(
   make: Any = classes[0] or checkpointer.OrbaxCheckpointManagerInterface
   kwargs = {}
   if save_cfg is not None and config.is_standard(make, 'save', '__init__'):
-    kwargs['save_cfg'] = dataclasses.replace(save_cfg, state_transformation_fns=())
+    kwargs['save_cfg'] = save_cfg.changed(state_transformation_fns=())
   elif save_cfg is not None:
     kwargs |= dict(save_dtype=save_cfg.dtype, keep=save_cfg.keep, period=save_cfg.period)
   saves_data = save_cfg is not None and save_cfg.save_dataset

@@ -1,7 +1,6 @@
 """Task feature lengths of a split, computed from its examples and kept in a file of the run."""
 
 from collections.abc import Callable, Mapping
-import dataclasses
 import json
 import logging
 import os
@@ -78,7 +77,7 @@ def with_feature_lengths(
     lengths,
     origin and f' ({origin})',
   )
-  return dataclasses.replace(cfg, task_feature_lengths=lengths)
+  return cfg.changed(task_feature_lengths=lengths)
 
 
 def lengths_for_training(

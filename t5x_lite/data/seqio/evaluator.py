@@ -70,7 +70,7 @@ class SeqioEvaluator:
     seqio_features.check_split(provider, cfg.split)
     checks.check(
       'DatasetConfig',
-      vars(cfg),
+      {'mixture_or_task_name': cfg.mixture_or_task_name},
       mixture_or_task_name=checks.instance(
         str,
         "a registered name with seqio's Evaluator",

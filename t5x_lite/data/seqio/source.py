@@ -3,7 +3,6 @@
 seqio shards the data: process i of n reads the i-th part of the files or examples, so the order depends on n.
 """
 
-import dataclasses
 import functools
 import logging
 from typing import Any
@@ -98,9 +97,7 @@ def _check_tasks(provider: Any, cfg: DatasetConfig, shard_info: Any) -> None:
   else:
     where = ''
   for task in seqio_features.subtasks_with_split(provider, cfg.split):
-    dataset = task_dataset(
-      task, dataclasses.replace(cfg, shuffle=False), num_epochs=1, shard_info=shard_info
-    )
+    dataset = task_dataset(task, cfg.changed(shuffle=False), num_epochs=1, shard_info=shard_info)
     with reading(cfg, task):
       check_not_empty(next(iter(dataset.take(1)), None), cfg.split, task.name, where)
 
@@ -189,7 +186,7 @@ class SeqioIterator(TfDatasetIterator):
     cfg = self._cfg
     if not cfg.trim_output_features:
       return None
-    sampled_cfg = dataclasses.replace(cfg, shuffle=False, trim_output_features=False)
+    sampled_cfg = cfg.changed(shuffle=False, trim_output_features=False)
     for tell_lengths in (False, True):
       try:
         dataset = task_dataset(

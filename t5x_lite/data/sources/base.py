@@ -207,5 +207,5 @@ def supports_option(cfg: Any, option: str) -> bool:
 
 
 def get_source(cfg: Any) -> DataSource:
-  """Return the source of a `DatasetConfig`."""
-  return _SOURCES[cfg.source](cfg)
+  """Return the source of a `DatasetConfig`, which is validated."""
+  return _SOURCES[cfg.validated().source](cfg)

@@ -358,7 +358,7 @@ class RandomTableSource(TableSource):
       return get_converter(feature_converter)
     checks.check(
       'DatasetConfig',
-      vars(cfg),
+      {'task_feature_lengths': cfg.task_feature_lengths, 'pack': cfg.pack},
       task_feature_lengths=checks.Expectation(
         '{} with SyntheticSource.features', lambda lengths: not lengths
       ),

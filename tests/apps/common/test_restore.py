@@ -90,6 +90,28 @@ def test_which_checkpoints(run, mode, name, steps):
     _assert_params(result, params[result.step])
 
 
+class _Doubled(checkpoints.Checkpointer):
+  """Checkpointer of a user, with T5X's arguments."""
+
+  def restore(
+    self,
+    step=None,
+    path=None,
+    state_transformation_fns=(),
+    fallback_state=None,
+    lazy_parameters=False,
+  ):
+    state = super().restore(step, path, state_transformation_fns, fallback_state, lazy_parameters)
+    return state.replace_params(jax.tree.map(lambda value: 2 * value, state.params))
+
+
+def test_a_checkpointer_of_a_user_restores(run):
+  model_dir, params = run
+  (result,) = _restore(model_dir / 'checkpoint_4', 'specific', checkpointer_cls=_Doubled)
+  assert result.step == 4
+  _assert_params(result, jax.tree.map(lambda value: 2 * value, params[4]))
+
+
 def test_one_device_and_another_dtype(run):
   model_dir, params = run
   partitioner = partitioning.PjitPartitioner(

@@ -233,4 +233,4 @@ def test_invalid_chains(chain):
   with pytest.raises(
     errors.ConfigError, match='builders` must be a sequence of builders, those on shapes before'
   ):
-    Restore(builders=chain)
+    Restore(builders=chain).check()

@@ -100,14 +100,14 @@ def test_results_of_custom_policies(result):
     lambda: checkpoints.EveryNSteps(1, -1),
     lambda: checkpoints.EveryNMinutes(0),
     lambda: checkpoints.WhenBest('f1', 'largest'),
-    lambda: checkpoints.SaveCheckpointConfig(policies=['best']),
+    lambda: checkpoints.SaveCheckpointConfig(policies=['best']).check(),
     lambda: checkpoints.WhenBest(None),
     lambda: checkpoints.AtSteps(5),
     lambda: checkpoints.AtSteps([]),
     lambda: checkpoints.AtSteps([-1]),
-    lambda: checkpoints.SaveCheckpointConfig(policies=checkpoints.WhenBest('f1')),
-    lambda: checkpoints.SaveCheckpointConfig(policies=[checkpoints.WhenBest]),
-    lambda: checkpoints.SaveCheckpointConfig(checkpoint_steps=5),
+    lambda: checkpoints.SaveCheckpointConfig(policies=checkpoints.WhenBest('f1')).check(),
+    lambda: checkpoints.SaveCheckpointConfig(policies=[checkpoints.WhenBest]).check(),
+    lambda: checkpoints.SaveCheckpointConfig(checkpoint_steps=5).check(),
   ],
 )
 def test_errors(make):

@@ -125,35 +125,51 @@ def test_custom_checkpointers_get_the_arguments_of_t5x(tmp_path):
   with pytest.raises(
     errors.ConfigError, match='SaveCheckpointConfig.checkpointer_cls` must be a class whose `save`'
   ):
-    checkpoints.check_standard(checkpoints.CheckpointConfig(save=save))
+    checkpoints.check_supported(checkpoints.CheckpointConfig(save=save))
   with pytest.raises(
     errors.ConfigError, match='RestoreCheckpointConfig.checkpointer_cls.* Write a builder'
   ):
-    checkpoints.check_standard(checkpoints.CheckpointConfig(restore=restore))
-  checkpoints.check_standard(
+    checkpoints.check_supported(checkpoints.CheckpointConfig(restore=restore))
+  checkpoints.check_supported(
     checkpoints.CheckpointConfig(Save(checkpointer_cls=None), Restore('a'))
   )
 
 
-def test_options_that_a_constructor_of_a_user_sets_would_have_no_effect_in_commands():
-  class KeepFive(checkpoints.Checkpointer):
-    def __init__(self, *args, **kwargs):
-      super().__init__(*args, **{**kwargs, 'keep': 5})
-
-  class WithHook(KeepFive):
-    @property
-    def retention(self):
-      return {'keep': 5}
-
-  with pytest.raises(
-    errors.ConfigError,
-    match='constructor of Checkpointer, or with a property `retention` of its own',
+@pytest.mark.parametrize(
+  'method, others',
+  [
+    ('save', None),
+    ('restore', None),
+    ('_get_state_dict_for_save', None),
+    ('own_helper', None),
+    ('_remove_old_checkpoints', '_remove_old_checkpoints'),
+    ('latest_step', 'latest_step'),
+    ('_write_state_to_tensorstore', '_write_state_to_tensorstore'),
+  ],
+)
+def test_commands_accept_the_methods_that_they_call(method, others):
+  made = type('OfUser', (checkpoints.Checkpointer,), {method: lambda self: None})
+  for cfg in (
+    checkpoints.CheckpointConfig(save=Save(checkpointer_cls=made)),
+    checkpoints.CheckpointConfig(restore=Restore('a', checkpointer_cls=functools.partial(made))),
   ):
-    checkpoints.check_standard(checkpoints.CheckpointConfig(save=Save(checkpointer_cls=KeepFive)))
-  checkpoints.check_standard(checkpoints.CheckpointConfig(save=Save(checkpointer_cls=WithHook)))
-  checkpoints.check_standard(
-    checkpoints.CheckpointConfig(save=Save(checkpointer_cls=checkpoints.SaveBestCheckpointer))
-  )
+    if others is None:
+      checkpoints.check_supported(cfg)
+      continue
+    with pytest.raises(
+      errors.ConfigError, match=f'checkpointer_cls` must be .* none of the methods {others}, which'
+    ):
+      checkpoints.check_supported(cfg)
+
+
+def test_a_subclass_filters_the_saved_state(tmp_path):
+  class Filtered(checkpoints.Checkpointer):
+    def _get_state_dict_for_save(self, state_dict, lazy_load=True):
+      return {'state': state_dict['state']}
+
+  manager = make_manager(tmp_path, Save(checkpointer_cls=Filtered), None)
+  manager.save(make_state(1))
+  assert {*checkpoints.load(tmp_path / 'checkpoint_1')} == {'state'}
 
 
 def test_errors(tmp_path):

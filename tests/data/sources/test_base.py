@@ -271,7 +271,7 @@ def test_options_of_other_sources_are_errors(row):
       assert getattr(row.cfg(**options), option) == value
     else:
       with pytest.raises(ConfigError, match=f"{option}.*works with source = '|pack"):
-        row.cfg(**options)
+        row.cfg(**options).check()
 
 
 def test_unknown_sources_are_named_with_the_registered_ones():
@@ -280,9 +280,9 @@ def test_unknown_sources_are_named_with_the_registered_ones():
     match=f"source` must be one of {', '.join(map(repr, base.source_names()))}, got 'sum'. "
     "Did you mean 'sums'.*module that registers it",
   ):
-    data.DatasetConfig('x', {'inputs': 4}, 'train', 1, False, 0, source='sum')
+    data.DatasetConfig('x', {'inputs': 4}, 'train', 1, False, 0, source='sum').check()
   with pytest.raises(ConfigError, match=r"source` must be one of .*got \['seqio'\]"):
-    data.DatasetConfig('x', {'inputs': 4}, 'train', 1, False, 0, source=['seqio'])
+    data.DatasetConfig('x', {'inputs': 4}, 'train', 1, False, 0, source=['seqio']).check()
 
 
 class _Vocabularies(data.DataSource):
@@ -315,7 +315,7 @@ def test_a_missing_method_is_named_in_the_error(registry):
     ):
       call()
   with pytest.raises(ConfigError, match='task_feature_lengths` must be a mapping .*got {}'):
-    dataclasses.replace(cfg, task_feature_lengths={})
+    dataclasses.replace(cfg, task_feature_lengths={}).check()
 
 
 def test_names_are_registered_once(registry):

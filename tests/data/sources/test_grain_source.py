@@ -323,12 +323,12 @@ def test_json_lines_over_chunks(tmp_path, monkeypatch):
       lambda: cases.make_task('a', vocabulary={'inputs': cases.VOCABULARY}),
       "vocabularies are for .'inputs'.",
     ),
-    (lambda: cases.make_cfg('x', num_workers=-1), 'num_workers` must be .*got -1'),
+    (lambda: cases.make_cfg('x', num_workers=-1).check(), 'num_workers` must be .*got -1'),
     (
-      lambda: cases.make_cfg('x', source='builtin', num_workers=2),
+      lambda: cases.make_cfg('x', source='builtin', num_workers=2).check(),
       "works with source = 'grain' only",
     ),
-    (lambda: cases.make_cfg('x', source='grian'), "'grian'.*mean 'grain'"),
+    (lambda: cases.make_cfg('x', source='grian').check(), "'grian'.*mean 'grain'"),
   ],
 )
 def test_rejected_configurations(make, message):

@@ -8,20 +8,22 @@ import pytest
 
 from t5x_lite import compat
 from t5x_lite.command_line import cli
+from t5x_lite.compat import views
 
 _FORMS = pathlib.Path(__file__).parent
 # Files of the projects are imported by the commands, where `t5x` means t5x_lite.
-collect_ignore_glob = ['*/*.py']
+collect_ignore_glob = ['*/*']
 
 
 @pytest.fixture
 def run_form(monkeypatch):
   """Return a function that runs a command in the folder of a project, with the files of the samples."""
 
+  finders = [*sys.meta_path]
+
   def run(name, command, file, *flags, **macros):
     monkeypatch.chdir(_FORMS / name)
-    monkeypatch.syspath_prepend(_FORMS / name)
-    compat.install()
+    compat.set_up_process(str(_FORMS / name))
     paths = f'--gin_search_paths={_FORMS.parents[1] / "compat/samples"}'
     values = [f'--gin.{key}={value}' for key, value in macros.items()]
     return cli.main([command, f'--gin_file={file}', paths, *values, *flags])
@@ -29,5 +31,6 @@ def run_form(monkeypatch):
   yield run
   gin.clear_config()
   # gin knows the functions of the projects, whose modules stay.
-  for name in [name for name in sys.modules if name.partition('.')[0] == 't5x']:
+  for name in [name for name, module in sys.modules.items() if isinstance(module, views.View)]:
     del sys.modules[name]
+  sys.meta_path[:] = finders
