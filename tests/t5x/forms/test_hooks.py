@@ -1,5 +1,6 @@
 """Subclasses of models and trainers that override T5X's private methods, which take effect as in T5X."""
 
+import copy
 import functools
 import importlib
 import pathlib
@@ -8,6 +9,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
@@ -25,6 +27,7 @@ from t5x_lite.train_state import FlaxOptimTrainState
 from tests.models import model_cases
 from tests.models import toy_model
 from tests.networks import network_cases
+from tests.optimizers.axes import axes_cases
 
 _FOLDER = pathlib.Path(__file__).parent / 'hooks'
 
@@ -272,6 +275,22 @@ def test_a_trainer_that_prunes_equals_masked_parameters_and_gradients(form, has_
     assert float(found['loss'].value) == pytest.approx(float(expected['loss'].value), rel=1e-5)
   assert any(name.startswith('weight_rms/') for name in values[0][0])
   _assert_equal(mask(pruning.train_state.params), plain.train_state.params, rtol=1e-4, atol=1e-5)
+
+
+def test_rules_of_t5x_give_the_axes_of_states(form, monkeypatch):
+  rules = optimizers.OptaxStatePartitionRules
+  for name in ('_rules', '_RULES'):  # undo the assignments of the file
+    monkeypatch.setattr(rules, name, copy.copy(getattr(rules, name)))
+  module = form('sparse_optimizer')
+  shapes = jax.tree.map(lambda shape: jnp.ones(shape.shape), axes_cases.SHAPES)
+  optimizer = module.optimizer.create(shapes)
+  axes = optimizer.optimizer_def.derive_logical_axes(optimizer, axes_cases.AXES)
+  found = axes.state.param_states
+  assert found.masks == axes_cases.AXES and found.count == P()
+  assert found.sparsities == axes_cases.each(lambda shape: P(None))
+  row, column = found.inner_state.v_row['dense'], found.inner_state.v_col['dense']
+  assert {row['kernel'], column['kernel']} == {P('embed'), P('mlp')}
+  assert found.inner_state.v['dense']['bias'] == P('mlp') and found.inner_state.count == P()
 
 
 def test_a_search_of_the_model_equals_one_by_full_passes(form):
