@@ -15,6 +15,7 @@ from t5x_lite import models
 from t5x_lite import networks
 from t5x_lite import partitioning
 from t5x_lite import trainer
+from t5x_lite.networks import t5
 from tests.models import model_cases as cases
 from tests.models import toy_model
 from tests.networks import network_cases
@@ -206,6 +207,36 @@ def test_a_step_and_a_cache_of_t5x_reach_ours_for_prompts_and_statistics(num_dec
     'cache': {'encoder_input_tokens', 'decoder_input_tokens', 'flax_mutables'},
     'slice': ((4 * num_decodes, 1, 6), {'raw_inputs', 'max_decode_length', 'flax_mutables'}),
   }
+
+
+def test_a_step_of_t5x_gets_what_t5x_passes_to_it():
+  """The rows of encoded inputs and cache are those of the beams, also of a network with a cache of encoded inputs."""
+  calls = []
+
+  class Mine(models.EncoderDecoderModel):
+    def _compute_logits_from_slice(self, decoding_state, params, encoded_inputs, **options):
+      calls.append(
+        [options['raw_inputs'].shape, encoded_inputs.shape]
+        + [leaf.shape[0] for leaf in jax.tree.leaves(decoding_state.cache) if leaf.ndim == 4]
+      )
+      return super()._compute_logits_from_slice(decoding_state, params, encoded_inputs, **options)
+
+  config = network_cases.tiny_config(
+    vocab_size=cases.VOCAB_SIZE, num_encoder_layers=1, num_decoder_layers=1
+  )
+  model, plain = (
+    cases.make_model(t5.Transformer(config), cls, decode_fn=decoding.beam_search)
+    for cls in (Mine, models.EncoderDecoderModel)
+  )
+  batch = cases.make_batch(rows=2, length=5)
+  params = plain.get_initial_variables(jax.random.key(0), cases.shapes_of(batch))['params']
+  options = {'num_decodes': 3, 'return_all_decodes': True}
+  found, expected = (
+    network_cases.jit(functools.partial(each.predict_batch_with_aux, **options))(params, batch)
+    for each in (model, plain)
+  )
+  np.testing.assert_array_equal(found[0], expected[0])
+  assert calls and all(rows == [(6, 7), (6, 7, 16), 6, 6] for rows in calls)
 
 
 def test_a_step_of_former_versions_calls_and_is_called_by_later_ones(batch):
