@@ -678,14 +678,7 @@ class BaseTransformerModel(BaseModel):
       z_loss: float32 scalar, the part of `loss` that is z-loss.
       segment_ids: <int>[batch, length of the feature] by feature, 0 at padding.
     """
-    normalized = losses.NormalizedLoss.of(loss, mask, None)
-    if self._auxiliary_loss_share != 1.0:
-      normalized = normalized.of_microbatch(self._auxiliary_loss_share, None)
-    if z_loss is not None:
-      z_loss = normalized.with_value(z_loss)
-    return batch_metrics.compute_base_metrics(
-      logits, targets, mask, normalized, z_loss, segment_ids
-    )
+    return batch_metrics.compute_base_metrics(logits, targets, mask, loss, z_loss, segment_ids)
 
   def _token_sums(
     self, outputs: token_losses.Outputs, batch: Batch, weights: Array | None

@@ -220,18 +220,20 @@ class DecoderOnlyModel(base.BaseTransformerModel):
     others: dict[str, Any] = {}
     if flax_mutables:
       others['flax_mutables'] = flax_mutables
-    if subclassing.overrides(self, DecoderOnlyModel._compute_kv_cache):
+    has_own_step = subclassing.overrides(self, DecoderOnlyModel._compute_logits_from_slice)
+    has_own_cache = subclassing.overrides(self, DecoderOnlyModel._compute_kv_cache)
+    if has_own_cache:
       cache, num_inputs = self._compute_kv_cache(params, prompt, batch[_PREFIX], **others)
     else:
       cache = self._read_prompts(params, prompt, batch[_PREFIX], num_inputs, flax_mutables)
-    is_of_t5x = subclassing.overrides(self, DecoderOnlyModel._compute_logits_from_slice)
-    if not is_of_t5x:
+    if not has_own_step:
       params = self.network_params(params)
+    if not has_own_step and not has_own_cache:
       cache = generation.share_beams(self.module, cache, self.decode_fn, num_decodes)
 
     def tokens_to_logits(state: decoding.DecodingState) -> tuple[Array, Mapping[str, Any]]:
       generation.check_fits_cache(state, length)
-      if is_of_t5x:
+      if has_own_step:
         return self._compute_logits_from_slice(
           state, params=params, max_decode_length=length, **others
         )

@@ -56,17 +56,10 @@ MUTANTS = (
     f'{_FORMS}::test_an_ensemble_trains_its_members_and_reports_their_mean[None]',
   ),
   Mutant(
-    'losses_of_micro_batches_are_averaged_in_metrics_of_t5x',
-    't5x_lite/models/base.py',
-    '      normalized = normalized.of_microbatch(self._auxiliary_loss_share, None)\n',
-    '      pass\n',
-    f'{_FORMS}::test_an_ensemble_trains_its_members_and_reports_their_mean[2]',
-  ),
-  Mutant(
     'steps_of_decoding_of_t5x_are_not_called',
     't5x_lite/models/decoder_only.py',
-    'is_of_t5x = subclassing.overrides(self, DecoderOnlyModel._compute_logits_from_slice)',
-    'is_of_t5x = False',
+    'has_own_step = subclassing.overrides(self, DecoderOnlyModel._compute_logits_from_slice)',
+    'has_own_step = False',
     f'{_FORMS}::test_a_step_of_decoding_changes_logits_as_a_callback_does',
   ),
   Mutant(
