@@ -7,7 +7,7 @@ batch. `FEATURE_CONVERTER` names its feature converter, which `data` resolves.
 import abc
 from collections.abc import Callable, Collection, Mapping, Sequence
 import copy
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import flax.linen as nn
 import jax
@@ -858,7 +858,7 @@ def apply_module(
   params: Params,
   *args,
   flax_mutables: FlaxMutables | None = None,
-  mutable: Sequence[str] | bool = (),
+  mutable: Sequence[str] | Literal[True] = (),
   **kwargs,
 ) -> tuple[Any, dict[str, Any]]:
   """Apply `module` to `params` and its other collections.
