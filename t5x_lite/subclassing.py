@@ -1,42 +1,208 @@
-"""Check of the names that subclasses of models and trainers define."""
+"""T5X's names of the methods of models and trainers, in subclasses that define or call them.
 
-from typing import Any
+Some methods of T5X have another name and another form here, such as `_compute_logits`, which is `compute_logits`. Each
+class has both names, and a class that defines one of them gets the other from it, so that a call of either reaches the
+definition of the nearest class, and `super()` of either the one before it.
+"""
 
-from t5x_lite.errors import ConfigError
+from collections.abc import Callable, Mapping
+import functools
+import inspect
+import logging
+from typing import Any, NamedTuple
 
-# Names that T5X's base classes call and ours do not, with what to define instead.
-_OURS = {
-  '_compute_logits': 'compute_logits',
-  '_compute_metrics': 'loss_fn, or set metric_fns,',
-  '_compute_logits_from_slice': 'predict_batch_with_aux',
-  '_compute_kv_cache': 'predict_batch_with_aux',
-  '_partitioned_train_step': 'partitioned_train_step',
-  '_partitioned_eval_step': 'partitioned_eval_step',
-  '_get_step_rng': 'partitioned_train_step',
-}
+from t5x_lite import checks
+
+# Methods of T5X that its classes call and that subclasses may override.
+_HOOKS = (
+  '_compute_logits',
+  '_compute_logits_from_slice',
+  '_compute_kv_cache',
+  '_compute_metrics',
+  '_partitioned_train_step',
+  '_partitioned_eval_step',
+  '_get_step_rng',
+)
+_SLICE = '_compute_logits_from_slice'
+_IS_OF_T5X = '_is_of_t5x'
 
 
-class WithoutNamesOfT5x:
-  """Base class whose subclasses raise ConfigError if they define a name that only T5X would call."""
+class _IdsAndCache(NamedTuple):
+  """The part of a decoding state that a step of the network reads; see `decoding.DecodingState`."""
+
+  cur_token: Any
+  cache: Any
+
+
+def _compute_logits_of(compute_logits: Callable[..., Any]) -> Callable[..., Any]:
+  """Return `_compute_logits` of T5X that calls `compute_logits`."""
+
+  def _compute_logits(
+    self, params, batch, dropout_rng=None, mutable=False, other_variables=None
+  ) -> Any:
+    """Return logits or, if `mutable` is not False, (logits, these collections of variables)."""
+    names = mutable
+    if isinstance(mutable, str):
+      names = (mutable,)
+    logits, collections = compute_logits(
+      self, params, batch, dropout_rng, flax_mutables=other_variables, mutable=names or ()
+    )
+    if mutable is False:
+      return logits
+    return logits, collections
+
+  return _compute_logits
+
+
+def _logits_and_collections_of(hook: Callable[..., Any]) -> Callable[..., Any]:
+  """Return `compute_logits` that calls `_compute_logits` of T5X, with the arguments that have a value."""
+
+  def compute_logits(
+    self, params, batch, dropout_rng=None, *, flax_mutables=None, mutable=()
+  ) -> tuple[Any, Mapping[str, Any]]:
+    """See `models.BaseTransformerModel.compute_logits`."""
+    options = {}
+    if mutable:
+      options['mutable'] = mutable
+    if flax_mutables:
+      options['other_variables'] = flax_mutables
+    result = checks.call_custom(
+      type(self).__name__,
+      '_compute_logits',
+      ', '.join(('params', 'batch', 'dropout_rng', *options)),
+      functools.partial(hook, self),
+      params,
+      batch,
+      dropout_rng,
+      **options,
+    )
+    if mutable:
+      return result
+    return result, {}
+
+  return compute_logits
+
+
+def _eval_fn_of(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+  """Return `eval_fn` that calls a `loss_fn` without dropout."""
+
+  def eval_fn(self, params, batch, flax_mutables=None) -> tuple[Any, Any]:
+    """See `models.BaseModel.eval_fn`."""
+    if not flax_mutables:
+      return loss_fn(self, params, batch, None)
+    loss, (metrics, _) = loss_fn(self, params, batch, None, flax_mutables)
+    return loss, metrics
+
+  return eval_fn
+
+
+def _property_of(make_step: Callable[..., Any]) -> Any:
+  """Return the property of T5X, a compiled step that is made once, from the method that returns it."""
+  return functools.cached_property(lambda self: make_step(self))
+
+
+def _method_of(step: Any) -> Callable[..., Any]:
+  """Return the method that returns the value of a property, a compiled step."""
+
+  def make_step(self) -> Any:
+    """Return the step of a class that is written for T5X."""
+    return step.__get__(self, type(self))
+
+  setattr(make_step, _IS_OF_T5X, True)
+  return make_step
+
+
+# Name, the name it is made of if that is defined in a nearer class, and how it is made.
+_FORMS = (
+  ('compute_logits', '_compute_logits', _logits_and_collections_of),
+  ('_compute_logits', 'compute_logits', _compute_logits_of),
+  ('partitioned_train_step', '_partitioned_train_step', _method_of),
+  ('_partitioned_train_step', 'partitioned_train_step', _property_of),
+  ('partitioned_eval_step', '_partitioned_eval_step', _method_of),
+  ('_partitioned_eval_step', 'partitioned_eval_step', _property_of),
+  ('eval_fn', 'loss_fn', _eval_fn_of),
+)
+
+
+def takes_ids_and_cache(hook: Callable[..., Any]) -> Callable[..., Any]:
+  """Return `_compute_logits_from_slice` that also takes token ids and a cache instead of a decoding state.
+
+  They are the arguments of earlier versions of T5X, which subclasses for these versions pass to `super()`.
+  """
+
+  @functools.wraps(hook)
+  def _compute_logits_from_slice(self, decoding_state, *args, **kwargs):
+    if not hasattr(decoding_state, 'cur_token'):
+      flat_cache, *args = args
+      decoding_state = _IdsAndCache(decoding_state, flat_cache)
+    return hook(self, decoding_state, *args, **kwargs)
+
+  return _compute_logits_from_slice
+
+
+def _takes_state(hook: Callable[..., Any]) -> Callable[..., Any]:
+  """Return `_compute_logits_from_slice` for a decoding state that calls one for token ids and a cache."""
+
+  def _compute_logits_from_slice(self, decoding_state, *args, **kwargs):
+    if hasattr(decoding_state, 'cur_token'):
+      args = (decoding_state.cache, *args)
+      decoding_state = decoding_state.cur_token
+    return hook(self, decoding_state, *args, **kwargs)
+
+  return _compute_logits_from_slice
+
+
+class WithMethodsOfT5x:
+  """Base class whose subclasses may define and call methods under T5X's names; see the docstring of the module."""
 
   def __init_subclass__(cls, **kwargs):
     super().__init_subclass__(**kwargs)
-    for name in _OURS:
-      if name in vars(cls):
-        raise ConfigError(
-          f'{cls.__name__}.{name} of T5X has no effect in t5x_lite. Define {_OURS[name]} instead.'
-        )
-
-  def __getattr__(self, name: str) -> Any:
-    if name in _OURS:
-      raise AttributeError(
-        f'{type(self).__name__} has no {name} of T5X. Use {_OURS[name].partition(",")[0]} of '
-        't5x_lite: docs/from_t5x.md has their arguments and results.'
+    overridden = [name for name in _HOOKS if _overrides(cls, name)]
+    for name, source, form in _FORMS:
+      if _nearness(cls, source) < _nearness(cls, name):
+        made = form(inspect.getattr_static(cls, source))
+        if isinstance(made, functools.cached_property):
+          made.__set_name__(cls, name)
+        setattr(cls, name, made)
+    hook = inspect.getattr_static(cls, _SLICE, None)
+    if hook is not None and 'flat_cache' in inspect.signature(hook).parameters:
+      setattr(cls, _SLICE, _takes_state(hook))
+    if overridden:
+      logging.getLogger(__name__).info(
+        '%s overrides methods of T5X, which take effect: %s.', cls.__name__, ', '.join(overridden)
       )
-    return self.__getattribute__(name)  # raises Python's own error, also that of a property
 
 
-class WithFeatureConverter(WithoutNamesOfT5x):
+def _nearness(cls: type, name: str) -> int:
+  """Return the number of classes before the one that defines a name, in the order of inheritance."""
+  classes = cls.__mro__
+  for index, each in enumerate(classes):
+    if name in vars(each):
+      return index
+  return len(classes)
+
+
+def _overrides(cls: type, name: str) -> bool:
+  """Return whether a class, or a mixin among its bases, defines a method of T5X that ours before it have."""
+  mixins = [base for base in cls.__bases__ if not issubclass(base, WithMethodsOfT5x)]
+  if not any(name in vars(each) for each in (cls, *mixins)):
+    return False
+  ours = [base for base in cls.__mro__[1:] if issubclass(base, WithMethodsOfT5x)]
+  return any(name in vars(base) for base in ours)
+
+
+def overrides(instance: Any, method: Callable[..., Any]) -> bool:
+  """Return whether the class of an object has another method than this one of a base class."""
+  return getattr(type(instance), method.__name__) is not method
+
+
+def has_train_step_of_t5x(cls: type) -> bool:
+  """Return whether a class of trainers, or one of its bases, defines `_partitioned_train_step` of T5X."""
+  methods = [vars(each).get('partitioned_train_step') for each in cls.__mro__]
+  return any(getattr(method, _IS_OF_T5X, False) for method in methods)
+
+
+class WithFeatureConverter(WithMethodsOfT5x):
   """Base class of models: T5X's `FEATURE_CONVERTER_CLS`, in a subclass or of an instance, is `FEATURE_CONVERTER`."""
 
   def __init_subclass__(cls, **kwargs):

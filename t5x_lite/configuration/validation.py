@@ -19,6 +19,7 @@ from typing import Any
 
 from gin import config as gin_config
 
+from t5x_lite.configuration import module_imports
 from t5x_lite.configuration.syntax import Location
 from t5x_lite.configuration.table import MACRO
 from t5x_lite.configuration.table import Key
@@ -47,6 +48,8 @@ _LOOSELY_TYPED = (
   'pathlib',
   'typing',
 )
+# Packages against whose annotations values are checked. Those of users are often not meant literally.
+_CHECKED = module_imports.TRUSTED
 # What the parameters need that read a macro which may be None for others.
 _NEEDS = {'TRAIN_STEPS': 'the total number of steps'}
 # Files that set macros whose values are objects.
@@ -153,6 +156,8 @@ def check(
       if parameters is not None:
         signatures.append((use, parameters))
   for use, parameters in signatures:
+    if not _is_checked(use.configurable.wrapped):
+      continue
     hints = _type_hints(use.configurable.wrapped)
     for name, row in use.bound.items():
       if name in hints and name in parameters:
@@ -366,6 +371,14 @@ def _signature(fn_or_cls: Any) -> Mapping[str, inspect.Parameter] | None:
     return inspect.signature(fn_or_cls).parameters
   except (TypeError, ValueError):
     return None  # A built-in function.
+
+
+def _is_checked(fn_or_cls: Any) -> bool:
+  """Return whether a function, or the constructor of a class, is of a package whose annotations are checked."""
+  if inspect.isclass(fn_or_cls):
+    fn_or_cls = fn_or_cls.__init__
+  module = getattr(fn_or_cls, '__module__', None) or ''
+  return module.partition('.')[0] in _CHECKED
 
 
 def parameter_names(fn_or_cls: Any) -> list[str]:

@@ -7,7 +7,7 @@ batch. `FEATURE_CONVERTER` names its feature converter, which `data` resolves.
 import abc
 from collections.abc import Callable, Collection, Mapping, Sequence
 import copy
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import flax.linen as nn
 import jax
@@ -133,7 +133,10 @@ class BaseModel(subclassing.WithFeatureConverter, abc.ABC):
   def eval_fn(
     self, params: Params, batch: Batch, flax_mutables: FlaxMutables | None = None
   ) -> tuple[Array, MetricsMap]:
-    """Compute (loss, metrics) without dropout. See `loss_fn`; `flax_mutables` are read, not updated."""
+    """Compute (loss, metrics) without dropout. See `loss_fn`; `flax_mutables` are read, not updated.
+
+    A class that defines `loss_fn` without `eval_fn` gets an `eval_fn` that calls it, as in T5X.
+    """
 
   def with_metric_fns(self, metric_fns: Sequence[MetricFn], owner: str) -> 'BaseModel':
     """Return a copy of this model with other metric functions; by default unsupported.
@@ -181,7 +184,10 @@ class BaseModel(subclassing.WithFeatureConverter, abc.ABC):
     flax_mutables: FlaxMutables | None = None,
   ) -> Array:
     """Return only the predictions, usually <int32>[batch, length] tokens. See `predict_batch_with_aux`."""
-    return self.predict_batch_with_aux(params, batch, rng=rng, flax_mutables=flax_mutables)[0]
+    options = {}
+    if flax_mutables:  # Methods written for T5X do not have the argument.
+      options['flax_mutables'] = flax_mutables
+    return self.predict_batch_with_aux(params, batch, rng=rng, **options)[0]
 
   def check_prediction_features(self, features: Collection[str]) -> None:
     """Raise if a feature that predictions need is missing; by default no feature is needed.
@@ -589,12 +595,15 @@ class BaseTransformerModel(BaseModel):
       updated: names of the collections that the pass writes.
       is_evaluation: True if rows of zeros are padding that belongs to no mean.
     """
+    mutable = updated
+    if subclassing.overrides(self, BaseTransformerModel.auxiliary_losses):
+      mutable = ('intermediates', *updated)
     outputs, collections = self.compute_logits(
       params,
       batch,
       dropout_rng,
       flax_mutables=flax_mutables,
-      mutable=('intermediates', *updated),
+      mutable=mutable,
       **token_losses.logits_arguments(self, self.module, self._custom_metrics.metric_fns),
     )
     rows = {}
@@ -613,21 +622,33 @@ class BaseTransformerModel(BaseModel):
     if share != 1.0:
       normalized = normalized.of_microbatch(share, factor)
     z_loss = normalized.with_value(jax.lax.stop_gradient(z_loss))
-    metrics = batch_metrics.metrics_of_batch(
-      is_correct,
-      targets,
-      weights,
-      normalized,
-      z_loss,
-      batch_metrics.segment_ids_of(batch),
-      self._token_sums(outputs, batch, weights),
-    )
+    segment_ids = batch_metrics.segment_ids_of(batch)
     auxiliary_loss, auxiliary_metrics = self.auxiliary_losses(
       collections.get('intermediates', {}), batch
     )
     # Only `loss` includes auxiliary losses; `cross_ent_loss` and the losses per token do not.
     auxiliary_weight = self._auxiliary_weight(batch, weights, factor)
     loss = normalized.value + auxiliary_loss * (auxiliary_weight * share)
+    if subclassing.overrides(self, BaseTransformerModel._compute_metrics):
+      metrics = self._compute_metrics(
+        logits=outputs,
+        targets=targets,
+        mask=weights,
+        loss=loss,
+        z_loss=z_loss.value,
+        segment_ids=segment_ids,
+      )
+      metrics = {**auxiliary_metrics, **metrics}
+      return loss, self._custom_metrics.add_to(metrics, outputs, batch), collections
+    metrics = batch_metrics.metrics_of_batch(
+      is_correct,
+      targets,
+      weights,
+      normalized,
+      z_loss,
+      segment_ids,
+      self._token_sums(outputs, batch, weights),
+    )
     terms = None
     if self._has_auxiliary_loss_terms():
       terms = self.auxiliary_loss_terms(collections.get('intermediates', {}))
@@ -637,6 +658,27 @@ class BaseTransformerModel(BaseModel):
       loss_metric = normalized.weighted_average().add_terms(terms.scale(auxiliary_weight))
     metrics |= {'loss': loss_metric, **auxiliary_metrics}
     return loss, self._custom_metrics.add_to(metrics, outputs, batch), collections
+
+  def _compute_metrics(
+    self,
+    logits: Array,
+    targets: Array,
+    mask: Array | None,
+    loss: Array,
+    z_loss: Array | None = None,
+    segment_ids: Mapping[str, Array] | None = None,
+  ) -> MetricsMap:
+    """Return the metrics of a batch: T5X's method, which `loss_fn` calls if a subclass overrides it.
+
+    Args:
+      logits: <float32>[..., length, vocab].
+      targets: <int>[..., length].
+      mask: <float>[..., length] loss weights, or None for ones.
+      loss: float32 scalar.
+      z_loss: float32 scalar, the part of `loss` that is z-loss.
+      segment_ids: <int>[batch, length of the feature] by feature, 0 at padding.
+    """
+    return batch_metrics.compute_base_metrics(logits, targets, mask, loss, z_loss, segment_ids)
 
   def _token_sums(
     self, outputs: token_losses.Outputs, batch: Batch, weights: Array | None
@@ -718,8 +760,11 @@ class BaseTransformerModel(BaseModel):
       `loss_weights` are added under `decoder`, each in a tuple like sown values).
     """
     arguments = token_losses.logits_arguments(self, self.module, ())
+    mutable = ()
+    if return_intermediates:
+      mutable = ('intermediates',)
     outputs, collections = self.compute_logits(
-      params, batch, flax_mutables=flax_mutables, mutable=('intermediates',), **arguments
+      params, batch, flax_mutables=flax_mutables, mutable=mutable, **arguments
     )
     targets = batch['decoder_target_tokens']
     weights = jnp.asarray(batch.get('decoder_loss_weights', targets > 0), jnp.float32)
@@ -813,7 +858,7 @@ def apply_module(
   params: Params,
   *args,
   flax_mutables: FlaxMutables | None = None,
-  mutable: tuple[str, ...] = (),
+  mutable: Sequence[str] | Literal[True] = (),
   **kwargs,
 ) -> tuple[Any, dict[str, Any]]:
   """Apply `module` to `params` and its other collections.
@@ -823,14 +868,16 @@ def apply_module(
     params: tree of parameters.
     *args: arguments of the module's method.
     flax_mutables: other collections.
-    mutable: names of collections that the pass may write.
+    mutable: names of collections that the pass may write; True for all.
     **kwargs: keyword arguments of `module.apply`.
 
   Returns:
     (output, the `mutable` collections after the pass as nested dicts).
   """
+  if mutable is not True:
+    mutable = list(mutable)
   output, collections = module.apply(
-    {**(flax_mutables or {}), 'params': params}, *args, mutable=list(mutable), **kwargs
+    {**(flax_mutables or {}), 'params': params}, *args, mutable=mutable, **kwargs
   )
   return output, tree_utils.to_dict(collections)
 

@@ -1,7 +1,6 @@
 """Decoder-only models: plain (causal) and prefix language models."""
 
 from collections.abc import Collection, Mapping, Sequence
-import functools
 from typing import Any
 
 import flax.linen as nn
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 from t5x_lite import checks
 from t5x_lite import decoding
 from t5x_lite import losses
+from t5x_lite import subclassing
 from t5x_lite.adapters import Lora
 from t5x_lite.models import base
 from t5x_lite.models import generation
@@ -133,8 +133,15 @@ class DecoderOnlyModel(base.BaseTransformerModel):
 
   def _prefix(self, batch: Batch) -> dict[str, Any]:
     """Return the network's argument for bidirectional attention among inputs, if it is used."""
-    if not self._inputs_bidirectional_attention:
+    causal_attention = self._get_decoder_causal_attention(batch)
+    if causal_attention is None:
       return {}
+    return {_PREFIX: causal_attention}
+
+  def _get_decoder_causal_attention(self, batch: Batch) -> Array | None:
+    """Return the marks of the inputs if attention among them is bidirectional, or None; T5X's method."""
+    if not self._inputs_bidirectional_attention:
+      return None
     if _PREFIX not in batch:
       raise checks.invalid(
         type(self).__name__,
@@ -143,7 +150,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
         True,
         "Set it to False, or add a length for 'inputs' to task_feature_lengths.",
       )
-    return {_PREFIX: batch[_PREFIX]}
+    return batch[_PREFIX]
 
   def check_prediction_features(self, features: Collection[str]) -> None:
     """Raise if batches are packed, or their inputs are not marked; see `BaseModel`."""
@@ -210,34 +217,27 @@ class DecoderOnlyModel(base.BaseTransformerModel):
       padding_mask[:, None], 1, jnp.where(is_prompt, batch['decoder_input_tokens'], 0)
     )
     num_inputs = jnp.where(padding_mask, length, jnp.sum(is_prompt, axis=1, dtype=jnp.int32)) - 1
-    apply = functools.partial(
-      base.apply_module,
-      self.module,
-      self.network_params(params),
-      enable_dropout=False,
-      decode=True,
-      max_decode_length=length,
-      mutable=('cache',),
-    )
-    # The last input is excluded from the cache: the first step reads it again for its logits.
-    _, collections = apply(
-      prompt,
-      batch[_PREFIX],
-      **self._prefix(batch),
-      prefill=True,
-      prefill_lengths=num_inputs,
-      flax_mutables=flax_mutables,
-    )
-    cache = generation.share_beams(self.module, collections['cache'], self.decode_fn, num_decodes)
+    others: dict[str, Any] = {}
+    if flax_mutables:
+      others['flax_mutables'] = flax_mutables
+    has_own_step = subclassing.overrides(self, DecoderOnlyModel._compute_logits_from_slice)
+    has_own_cache = subclassing.overrides(self, DecoderOnlyModel._compute_kv_cache)
+    if has_own_cache:
+      cache, num_inputs = self._compute_kv_cache(params, prompt, batch[_PREFIX], **others)
+    else:
+      cache = self._read_prompts(params, prompt, batch[_PREFIX], num_inputs, flax_mutables)
+    if not has_own_step:
+      params = self.network_params(params)
+    if not has_own_step and not has_own_cache:
+      cache = generation.share_beams(self.module, cache, self.decode_fn, num_decodes)
 
     def tokens_to_logits(state: decoding.DecodingState) -> tuple[Array, Mapping[str, Any]]:
       generation.check_fits_cache(state, length)
-      logits, updated = apply(
-        state.cur_token,
-        state.cur_token,
-        flax_mutables={**(flax_mutables or {}), 'cache': state.cache},
-      )
-      return jnp.squeeze(logits, axis=1), updated['cache']
+      if has_own_step:
+        return self._compute_logits_from_slice(
+          state, params=params, max_decode_length=length, **others
+        )
+      return self._decode_step(params, state, length, flax_mutables)
 
     sequences, scores = generation.call_decode_fn(
       self.decode_fn,
@@ -256,6 +256,98 @@ class DecoderOnlyModel(base.BaseTransformerModel):
     if return_all_decodes:
       return sequences, {'scores': scores}
     return sequences[:, -1], {'scores': scores[:, -1]}
+
+  def _read_prompts(
+    self,
+    params: Params,
+    prompt: Array,
+    causal_attention: Array,
+    num_inputs: Array,
+    flax_mutables: base.FlaxMutables | None,
+  ) -> Mapping[str, Any]:
+    """Return the cache of the first `num_inputs` positions of prompts; see `_compute_kv_cache`."""
+    # The last input is excluded from the cache: the first step reads it again for its logits.
+    _, collections = base.apply_module(
+      self.module,
+      self.network_params(params),
+      prompt,
+      causal_attention,
+      **self._prefix({_PREFIX: causal_attention}),
+      enable_dropout=False,
+      decode=True,
+      max_decode_length=prompt.shape[1],
+      prefill=True,
+      prefill_lengths=num_inputs,
+      flax_mutables=flax_mutables,
+      mutable=('cache',),
+    )
+    return collections['cache']
+
+  def _decode_step(
+    self,
+    params: Params,
+    state: Any,
+    max_decode_length: int,
+    flax_mutables: base.FlaxMutables | None,
+  ) -> tuple[Array, Mapping[str, Any]]:
+    """Return the logits of the next tokens and the new cache, for the network's parameters."""
+    logits, updated = base.apply_module(
+      self.module,
+      params,
+      state.cur_token,
+      state.cur_token,
+      enable_dropout=False,
+      decode=True,
+      max_decode_length=max_decode_length,
+      flax_mutables={**(flax_mutables or {}), 'cache': state.cache},
+      mutable=('cache',),
+    )
+    return jnp.squeeze(logits, axis=1), updated['cache']
+
+  @subclassing.takes_ids_and_cache
+  def _compute_logits_from_slice(
+    self,
+    decoding_state: decoding.DecodingState,
+    params: Params,
+    max_decode_length: int,
+    flax_mutables: base.FlaxMutables | None = None,
+  ) -> tuple[Array, Mapping[str, Any]]:
+    """Return the logits of the next tokens and the new cache: T5X's method, called if a subclass overrides it.
+
+    Args:
+      decoding_state: tokens <int32>[rows, 1] and the cache of the rows, batch * decodes.
+      params: tree of parameters.
+      max_decode_length: number of positions of the cache.
+      flax_mutables: the module's other collections; passed if there are any.
+
+    Returns:
+      (<float32>[rows, vocab] logits, cache).
+    """
+    return self._decode_step(
+      self.network_params(params), decoding_state, max_decode_length, flax_mutables
+    )
+
+  def _compute_kv_cache(
+    self,
+    params: Params,
+    inputs: Array,
+    causal_attention_mask: Array,
+    flax_mutables: base.FlaxMutables | None = None,
+  ) -> tuple[Mapping[str, Any], Array]:
+    """Return the cache of prompts: T5X's method, called if a subclass overrides it.
+
+    Args:
+      params: tree of parameters.
+      inputs: <int32>[batch, length], the start token, the inputs and zeros.
+      causal_attention_mask: <int32>[batch, length], 1 at the start token and the inputs.
+      flax_mutables: the module's other collections; passed if there are any.
+
+    Returns:
+      (cache of all inputs but the last, <int32>[batch] number of inputs after the start token).
+    """
+    num_inputs = jnp.sum(inputs[:, 1:] != 0, axis=1, dtype=jnp.int32)
+    cache = self._read_prompts(params, inputs, causal_attention_mask, num_inputs, flax_mutables)
+    return cache, num_inputs
 
 
 # Arguments of decoding functions that the model sets, and the remedy for callers that set them.

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from t5x_lite import checks
 from t5x_lite import decoding
 from t5x_lite import losses
+from t5x_lite import subclassing
 from t5x_lite.adapters import Lora
 from t5x_lite.models import base
 from t5x_lite.models import generation
@@ -284,6 +286,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
       prefill=prompt_with_targets,
       padding_mask=generation.padding_mask(batch),
       flax_mutables=flax_mutables,
+      **self._methods_of_t5x(params, flax_mutables),
       **options,
     )
     if prompt.shape != decoder_inputs.shape:
@@ -293,6 +296,89 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     if return_all_decodes:
       return sequences, {'scores': scores}
     return sequences[:, -1], {'scores': scores[:, -1]}
+
+  def _methods_of_t5x(
+    self, params: Params, flax_mutables: base.FlaxMutables | None
+  ) -> dict[str, Any]:
+    """Return the methods of T5X that a subclass overrides, as arguments of `generation.generate`."""
+    others: dict[str, Any] = {}
+    if flax_mutables:
+      others['flax_mutables'] = flax_mutables
+    found = {}
+    if subclassing.overrides(self, EncoderDecoderModel._compute_logits_from_slice):
+      found['logits_from_slice'] = functools.partial(
+        self._compute_logits_from_slice, params=params, **others
+      )
+    if subclassing.overrides(self, EncoderDecoderModel._compute_kv_cache):
+      found['kv_cache'] = functools.partial(self._compute_kv_cache, params, **others)
+    return found
+
+  @subclassing.takes_ids_and_cache
+  def _compute_logits_from_slice(
+    self,
+    decoding_state: decoding.DecodingState,
+    params: Params,
+    encoded_inputs: Array,
+    raw_inputs: Array,
+    max_decode_length: int,
+    flax_mutables: base.FlaxMutables | None = None,
+  ) -> tuple[Array, Mapping[str, Any]]:
+    """Return the logits of the next tokens and the new cache: T5X's method, called if a subclass overrides it.
+
+    Args:
+      decoding_state: tokens <int32>[rows, 1] and the cache of the rows, batch * decodes.
+      params: tree of parameters.
+      encoded_inputs: <float>[rows, input_length, embed] output of the encoder.
+      raw_inputs: <int32>[rows, input_length], whose zeros are padding.
+      max_decode_length: number of positions of the cache.
+      flax_mutables: the module's other collections; passed if there are any.
+
+    Returns:
+      (<float32>[rows, vocab] logits, cache).
+    """
+    return generation.decode_step(
+      self.module,
+      self.network_params(params),
+      encoded_inputs,
+      raw_inputs,
+      decoding_state.cur_token,
+      {**(flax_mutables or {}), 'cache': decoding_state.cache},
+      max_decode_length,
+    )
+
+  def _compute_kv_cache(
+    self,
+    params: Params,
+    encoded_inputs: Array,
+    encoder_input_tokens: Array,
+    decoder_input_tokens: Array,
+    prefill_decoder_prompt: bool = False,
+    flax_mutables: base.FlaxMutables | None = None,
+  ) -> tuple[Any, Array | None]:
+    """Return the cache of the prompts: T5X's method, called if a subclass overrides it.
+
+    Args:
+      params: tree of parameters.
+      encoded_inputs: <float>[batch, input_length, embed] output of the encoder.
+      encoder_input_tokens: <int32>[batch, input_length], whose zeros are padding.
+      decoder_input_tokens: <int32>[batch, length], the prompts and zeros.
+      prefill_decoder_prompt: True to read the prompts.
+      flax_mutables: the module's other collections; passed if there are any.
+
+    Returns:
+      (cache, <int32>[batch] number of tokens in it; None if the prompts are not read).
+    """
+    cache, _, lengths = generation.read_prompts(
+      self.module,
+      self.network_params(params),
+      encoded_inputs,
+      encoder_input_tokens,
+      decoder_input_tokens,
+      prefill=prefill_decoder_prompt,
+      has_cross_cache=False,
+      flax_mutables=flax_mutables,
+    )
+    return cache, lengths
 
 
 # Arguments of decoding functions that the model sets, and the remedy for callers that set them.

@@ -1,6 +1,6 @@
 """Token-by-token decoding with a network: encoder-decoder generation, and functions shared with decoder-only models."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 import functools
 import inspect
 from typing import Any
@@ -32,6 +32,8 @@ def generate(
   prefill: bool = False,
   padding_mask: Array | None = None,
   flax_mutables: FlaxMutables | None = None,
+  logits_from_slice: Callable[..., Any] | None = None,
+  kv_cache: Callable[..., Any] | None = None,
   **decoder_params,
 ) -> tuple[Array, Array]:
   """Decode a batch from an encoder-decoder network.
@@ -52,14 +54,114 @@ def generate(
     padding_mask: <bool>[batch], True for padding rows; passed to a `decode_fn` that declares it
       (`decoding.DecodeContract`).
     flax_mutables: the module's collections other than the parameters.
+    logits_from_slice: method `_compute_logits_from_slice` of a model written for T5X, instead of a step of the network;
+      see `EncoderDecoderModel`. It gets a cache without `cross_cache`, as in T5X.
+    kv_cache: method `_compute_kv_cache` of a model written for T5X, instead of the network's.
     **decoder_params: options of `decode_fn`.
 
   Returns:
     (<int32>[batch, num_decodes, length] sequences, <float32>[batch, num_decodes] scores), best last.
   """
+  max_decode_length = decoder_prompt.shape[1]
+  encoded, _ = apply_module(
+    module,
+    params,
+    encoder_input_tokens,
+    enable_dropout=False,
+    method=module.encode,
+    flax_mutables=flax_mutables,
+  )
+  is_of_t5x = logits_from_slice is not None or kv_cache is not None
+  others = flax_mutables or {}
+  if kv_cache is not None:
+    cache, lengths = kv_cache(
+      encoded_inputs=encoded,
+      encoder_input_tokens=encoder_input_tokens,
+      decoder_input_tokens=decoder_prompt,
+      prefill_decoder_prompt=prefill,
+    )
+  else:
+    cache, cross_cache, lengths = read_prompts(
+      module,
+      params,
+      encoded,
+      encoder_input_tokens,
+      decoder_prompt,
+      prefill=prefill,
+      has_cross_cache=not is_of_t5x,
+      flax_mutables=flax_mutables,
+    )
+    others = {**others, **cross_cache}
+  if prefill:
+    decoder_params['initial_index'] = lengths
+  if padding_mask is not None and decoding.contract_of(decode_fn).padding_mask:
+    decoder_params['padding_mask'] = padding_mask
+  if not is_of_t5x:
+    cache = share_beams(module, cache, decode_fn, num_decodes)
+
+  def repeat_inputs(copies: int) -> tuple[Array, Array]:
+    if others.get('cross_cache'):
+      return encoded, encoder_input_tokens
+    # [batch * copies, ...]: without a cache of its keys and values, each decode attends to the encoder's output.
+    return (
+      decoding.flat_batch_beam_expand(encoded, copies),
+      decoding.flat_batch_beam_expand(encoder_input_tokens, copies),
+    )
+
+  batch_size = decoder_prompt.shape[0]
+  repeated = {num_decodes: repeat_inputs(num_decodes)}  # before the loop
+
+  def tokens_to_logits(state: decoding.DecodingState) -> tuple[Array, Mapping[str, Any]]:
+    check_fits_cache(state, max_decode_length)
+    copies = state.cur_token.shape[0] // batch_size
+    inputs = repeated.get(copies) or repeat_inputs(copies)
+    if logits_from_slice is not None:
+      encoded_inputs, raw_inputs = inputs
+      return logits_from_slice(
+        state,
+        encoded_inputs=encoded_inputs,
+        raw_inputs=raw_inputs,
+        max_decode_length=max_decode_length,
+      )
+    variables = {**others, 'cache': state.cache}
+    return decode_step(module, params, *inputs, state.cur_token, variables, max_decode_length)
+
+  return call_decode_fn(
+    decode_fn,
+    inputs=decoder_prompt,
+    cache=cache,
+    tokens_to_logits=tokens_to_logits,
+    eos_id=eos_id,
+    num_decodes=num_decodes,
+    cache_offset=cache_offset(module),
+    **decoder_params,
+  )
+
+
+def read_prompts(
+  module: nn.Module,
+  params: Params,
+  encoded: Array,
+  encoder_input_tokens: Array,
+  decoder_prompt: Array,
+  *,
+  prefill: bool,
+  has_cross_cache: bool,
+  flax_mutables: FlaxMutables | None,
+) -> tuple[Any, dict[str, Any], Array | None]:
+  """Make the cache of an encoder-decoder network.
+
+  Args:
+    module, params, encoder_input_tokens, decoder_prompt, prefill, flax_mutables: see `generate`.
+    encoded: output of the encoder.
+    has_cross_cache: False to make no `cross_cache`.
+
+  Returns:
+    (collection `cache`, {'cross_cache': that collection} or {}, <int32>[batch] number of cached tokens of each row;
+    None if the prompts are not read).
+  """
   apply = functools.partial(apply_module, module, params, flax_mutables=flax_mutables)
   max_decode_length = decoder_prompt.shape[1]
-  encoded, _ = apply(encoder_input_tokens, enable_dropout=False, method=module.encode)
   if hasattr(module, 'init_cache'):
     _, collections = apply(
       encoded,
@@ -78,66 +180,70 @@ def generate(
       decode=True,
       mutable=('cache',),
     )
-
-  def decode(encoded, inputs, tokens, cache, **options):
-    logits, updated = apply_module(
-      module,
-      params,
-      encoded,
-      inputs,
-      tokens,
-      tokens,
-      enable_dropout=False,
-      decode=True,
-      max_decode_length=max_decode_length,
-      flax_mutables={**(flax_mutables or {}), **collections, 'cache': cache},
-      mutable=('cache',),
-      method=module.decode,
-      **options,
-    )
-    return logits, updated['cache']
-
-  cache = collections['cache']
-  if prefill:
-    # The first step reads the last token of a prompt.
-    lengths = prompt_lengths(decoder_prompt) - 1
-    _, cache = decode(
-      encoded, encoder_input_tokens, decoder_prompt, cache, prefill=True, prefill_lengths=lengths
-    )
-    decoder_params['initial_index'] = lengths
-  if padding_mask is not None and decoding.contract_of(decode_fn).padding_mask:
-    decoder_params['padding_mask'] = padding_mask
-  cache = share_beams(module, cache, decode_fn, num_decodes)
-
-  def repeat_inputs(copies: int) -> tuple[Array, Array]:
-    if collections.get('cross_cache'):
-      return encoded, encoder_input_tokens
-    # [batch * copies, ...]: without a cache of its keys and values, each decode attends to the encoder's output.
-    return (
-      decoding.flat_batch_beam_expand(encoded, copies),
-      decoding.flat_batch_beam_expand(encoder_input_tokens, copies),
-    )
-
-  batch_size = decoder_prompt.shape[0]
-  repeated = {num_decodes: repeat_inputs(num_decodes)}  # before the loop
-
-  def tokens_to_logits(state: decoding.DecodingState) -> tuple[Array, Mapping[str, Any]]:
-    check_fits_cache(state, max_decode_length)
-    copies = state.cur_token.shape[0] // batch_size
-    inputs = repeated.get(copies) or repeat_inputs(copies)
-    logits, cache = decode(*inputs, state.cur_token, state.cache)
-    return jnp.squeeze(logits, axis=1), cache
-
-  return call_decode_fn(
-    decode_fn,
-    inputs=decoder_prompt,
-    cache=cache,
-    tokens_to_logits=tokens_to_logits,
-    eos_id=eos_id,
-    num_decodes=num_decodes,
-    cache_offset=cache_offset(module),
-    **decoder_params,
+  cross_cache = {}
+  if has_cross_cache and collections.get('cross_cache'):
+    cross_cache['cross_cache'] = collections['cross_cache']
+  if not prefill:
+    return collections['cache'], cross_cache, None
+  # The first step reads the last token of a prompt.
+  lengths = prompt_lengths(decoder_prompt) - 1
+  _, updated = apply_module(
+    module,
+    params,
+    encoded,
+    encoder_input_tokens,
+    decoder_prompt,
+    decoder_prompt,
+    enable_dropout=False,
+    decode=True,
+    max_decode_length=max_decode_length,
+    prefill=True,
+    prefill_lengths=lengths,
+    flax_mutables={**(flax_mutables or {}), **cross_cache, 'cache': collections['cache']},
+    mutable=('cache',),
+    method=module.decode,
   )
+  return updated['cache'], cross_cache, lengths
+
+
+def decode_step(
+  module: nn.Module,
+  params: Params,
+  encoded: Array,
+  encoder_input_tokens: Array,
+  tokens: Array,
+  variables: Mapping[str, Any],
+  max_decode_length: int,
+) -> tuple[Array, Any]:
+  """Run an encoder-decoder network on the next token of each sequence.
+
+  Args:
+    module: network.
+    params: tree of parameters.
+    encoded: output of the encoder, for each sequence or, with a `cross_cache`, for each example.
+    encoder_input_tokens: <int32>, as many rows as `encoded`, whose padding they mark.
+    tokens: <int32>[rows, 1].
+    variables: the collection `cache` and others.
+    max_decode_length: number of positions of the cache.
+
+  Returns:
+    (<float32>[rows, vocab] logits, new `cache`).
+  """
+  logits, updated = apply_module(
+    module,
+    params,
+    encoded,
+    encoder_input_tokens,
+    tokens,
+    tokens,
+    enable_dropout=False,
+    decode=True,
+    max_decode_length=max_decode_length,
+    flax_mutables=variables,
+    mutable=('cache',),
+    method=module.decode,
+  )
+  return jnp.squeeze(logits, axis=1), updated['cache']
 
 
 def call_decode_fn(

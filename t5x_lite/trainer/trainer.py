@@ -99,7 +99,7 @@ Metrics = Mapping[str, clu.metrics.Metric]
 _MAX_STEPS_AHEAD = 1
 
 
-class BaseTrainer(subclassing.WithoutNamesOfT5x, contextlib.AbstractContextManager):
+class BaseTrainer(subclassing.WithMethodsOfT5x, contextlib.AbstractContextManager):
   """Loops for training and teacher-forced evaluation around the steps of a subclass.
 
   Attributes:
@@ -190,6 +190,10 @@ class BaseTrainer(subclassing.WithoutNamesOfT5x, contextlib.AbstractContextManag
     Args:
       metric_fns: metric functions that replace those of the model; passed only for an evaluation that has them.
     """
+
+  def _get_step_rng(self, step: ArrayLike) -> Array:
+    """Return the key of a step: T5X's method."""
+    return jax.random.fold_in(self._base_rng, step)
 
   def step_arguments(self, is_last: bool) -> tuple[ArrayLike, ...]:
     """Return the arguments of the training step after state and batch.
@@ -573,6 +577,8 @@ class Trainer(BaseTrainer):
     has_rate = trains and learning_rate_fn is not None
     self.has_two_learning_rates = has_rate and train_state.optimizer_def.owns_learning_rate
     self._learning_rate_is_ignored = has_rate and not train_state.optimizer_def.uses_learning_rate
+    # Steps written for T5X call it also if the optimizer ignores the result.
+    self._learning_rate_fn = learning_rate_fn
     if self._learning_rate_is_ignored:
       self.learning_rate_fn = None
     else:
@@ -609,8 +615,12 @@ class Trainer(BaseTrainer):
     return self._num_microbatches or 1
 
   def step_arguments(self, is_last: bool) -> tuple[ArrayLike, ...]:
-    """See base class: (bool scalar, True to compute the statistics of parameters), or () if none are computed."""
-    if self._weight_metrics_computer is None:
+    """See base class: (bool scalar, True to compute the statistics of parameters), or () if none are computed.
+
+    A step of T5X, `_partitioned_train_step`, has no such argument.
+    """
+    is_of_t5x = subclassing.has_train_step_of_t5x(type(self))
+    if self._weight_metrics_computer is None or is_of_t5x:
       return ()
     computes: Any = np.bool_(is_last)
     return (computes,)
@@ -662,7 +672,7 @@ class Trainer(BaseTrainer):
         train_state,
         batch,
         learning_rate=learning_rate,
-        dropout_rng=jax.random.fold_in(self._base_rng, train_state.step),
+        dropout_rng=self._get_step_rng(train_state.step),
         model=self._model,
         num_microbatches=self._num_microbatches,
         weight_metrics_computer=computer,

@@ -41,3 +41,44 @@ def test_checks_accept_undecidable_annotations():
   assert gin_check.fits('bfloat16', object) and gin_check.fits('x', 'unresolved')
   assert gin_check.fits((1, 2), tuple[int, int]) and not gin_check.fits((1,), tuple[int, int])
   assert gin_check.fits([1], tuple[int, ...]) and gin_check.fits(None, None)
+
+
+_OWN = """\
+import dataclasses
+from tests.configuration import gin_program
+
+class Model(gin_program.Model):
+  def __init__(self, width: int, names: dict, act: gin_program.Model = None):
+    super().__init__(width, names=names)
+    self.act = act
+
+class SameConstructor(gin_program.Model):
+  pass
+
+@dataclasses.dataclass(frozen=True)
+class Config(gin_program.DatasetConfig):
+  own: int = 0
+"""
+
+
+def test_annotations_of_users_are_not_compared(tmp_path, monkeypatch):
+  (tmp_path / 'own_annotations.py').write_text(_OWN)
+  (tmp_path / 'own.gin').write_text(
+    'from __gin__ import dynamic_registration\nimport own_annotations\n'
+    'from tests.configuration import gin_program\n'
+    'MODEL = @own_annotations.Model()\nWIDTH = 32\n'
+    "own_annotations.Model.width = 'wide'\nown_annotations.Model.names = ('a',)\n"
+    'own_annotations.Model.act = @gin_program.schedule\n'
+    'gin_program.train.train_cfg = @train/own_annotations.Config()\n'
+    "own_annotations.Config.own = 'x'\n"
+  )
+  monkeypatch.syspath_prepend(tmp_path)
+  files = ('run.gin', 'model.gin', 'own.gin')
+  found = cases.load(files=files).call()
+  assert (found['model'].width, found['model'].names) == ('wide', ('a',))
+  assert found['train_cfg'].own == 'x'
+  # A constructor that a class inherits has the annotations of the base class.
+  message = cases.error_of(
+    'MODEL=@own_annotations.SameConstructor()', 'models.Model.width="wide"', files=files
+  )
+  assert 'must be int' in message and "got 'wide' of type str" in message

@@ -11,6 +11,7 @@ from tests.mutation import optimizers
 from tests.mutation import processes
 from tests.mutation import sharding
 from tests.mutation import stores
+from tests.mutation import subclassing
 from tests.mutation import trackers
 from tests.mutation import training
 
@@ -26,6 +27,7 @@ MUTANTS = (
   *moe.MUTANTS,
   *processes.MUTANTS,
   *stores.MUTANTS,
+  *subclassing.MUTANTS,
   *trackers.MUTANTS,
   *multiprocess.MUTANTS,
 )

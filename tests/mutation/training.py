@@ -540,7 +540,7 @@ MUTANTS = (
   Mutant(
     'every_step_draws_the_same_dropout',
     't5x_lite/trainer/trainer.py',
-    'jax.random.fold_in(self._base_rng, train_state.step)',
+    'jax.random.fold_in(self._base_rng, step)',
     'self._base_rng',
     'tests/trainer/test_trainer.py::test_training_equals_the_step_called_by_hand',
   ),

@@ -10,7 +10,7 @@ def rules(monkeypatch):
   """Return the rules; registrations of a test are undone after it."""
   # Users never undo a registration, so the package has no public function for it.
   monkeypatch.setattr(
-    optimizers.OptaxStatePartitionRules, '_RULES', dict(optimizers.OptaxStatePartitionRules._RULES)
+    optimizers.OptaxStatePartitionRules, '_rules', dict(optimizers.OptaxStatePartitionRules._rules)
   )
   return optimizers.OptaxStatePartitionRules
 
@@ -18,4 +18,4 @@ def rules(monkeypatch):
 @pytest.fixture
 def forget_rules(rules):
   """Return a function that removes all rules, also those for optax, as before the first look-up."""
-  return lambda: rules._RULES.clear()  # `rules` has replaced the mapping.
+  return lambda: rules._rules.clear()  # `rules` has replaced the mapping.

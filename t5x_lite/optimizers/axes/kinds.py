@@ -93,6 +93,32 @@ def _key_name(path: tuple[Any, ...]) -> str:
   return jax.tree_util.keystr(path, simple=True, separator='/')
 
 
+def name_dims(arrays: PyTree, axes: PyTree) -> PyTree:
+  """Return axes in which None stands for arrays without names, in the form with a `PartitionSpec` for each array.
+
+  Args:
+    arrays: tree of arrays or shapes.
+    axes: the same tree, or a part of it, with a `PartitionSpec` or None for arrays and None for subtrees. Where
+      `arrays` has None or `optax.MaskedNode` it may have anything.
+
+  Returns:
+    The structure of `arrays` as far as `axes` has it.
+  """
+  if axes is None:
+    return jax.tree.map(names.unnamed_axes, arrays)
+  if arrays is None or is_masked(arrays):
+    return arrays
+  if is_array(arrays) or is_array(axes):
+    return axes
+  children, treedef = children_of(arrays)
+  axes_children, _ = children_of(axes)
+  if children.keys() != axes_children.keys():
+    return axes
+  return treedef.unflatten(
+    [name_dims(child, axes_children[name]) for name, child in children.items()]
+  )
+
+
 def map_params(fn: PerParam, value: PyTree, layout: ParamsLayout, where: str) -> PyTree:
   """Map a function over the parameters' paths in a tree with their structure.
 

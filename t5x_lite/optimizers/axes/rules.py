@@ -23,7 +23,9 @@ An array that is like no parameter is an error unless it has a rule, because sil
 cost the memory that sharding saves.
 """
 
+import collections
 from collections.abc import Callable, Mapping
+import contextvars
 import dataclasses
 from typing import Any, ClassVar
 
@@ -45,11 +47,36 @@ PartitionRule = Callable[[Any, LogicalAxes], Any]
 ShapedPartitionRule = Callable[[Any, LogicalAxes, Params], Any]
 
 
+# Layout of the state for which a rule written for T5X is called.
+_layout_of_rule: contextvars.ContextVar[ParamsLayout | None] = contextvars.ContextVar(
+  'layout_of_rule', default=None
+)
+
+
+class _RulesOfT5x(collections.UserDict):
+  """Table of T5X, to which users assign a `PartitionRule` for a state class; None stands for no axes."""
+
+  def __setitem__(self, state_class: type, rule: PartitionRule) -> None:
+    super().__setitem__(state_class, rule)
+
+    def derive(state: Any, layout: ParamsLayout) -> Any:
+      token = _layout_of_rule.set(layout)
+      try:
+        axes = rule(state, layout.axes)
+      finally:
+        _layout_of_rule.reset(token)
+      return kinds.name_dims(state, axes)
+
+    rules = OptaxStatePartitionRules._rules
+    rules[state_class] = _rule_by_function(state_class.__name__, derive)
+
+
 class OptaxStatePartitionRules:
   """Table of the rules for the logical axes of optax states, by state class."""
 
+  _RULES: ClassVar[_RulesOfT5x] = _RulesOfT5x()
   # Optax's classes are added when the first of them is looked up; see `_rule_of`.
-  _RULES: ClassVar[dict[type, StateRule]] = {}
+  _rules: ClassVar[dict[type, StateRule]] = {}
 
   @classmethod
   def register(
@@ -78,14 +105,14 @@ class OptaxStatePartitionRules:
     """
     if rule is None:
       _check_field_kinds(state_class, field_kinds)
-      cls._RULES[state_class] = _rule_by_fields(field_kinds)
+      cls._rules[state_class] = _rule_by_fields(field_kinds)
       return
     if field_kinds or not callable(rule):
       raise ConfigError(
         f'The rule for {state_class.__name__} must be either a function from (state, logical axes of the parameters) '
         f'or a kind for each field, got {rule!r} and {field_kinds}.'
       )
-    cls._RULES[state_class] = _rule_by_function(
+    cls._rules[state_class] = _rule_by_function(
       state_class.__name__, lambda state, layout: rule(state, layout.axes)
     )
 
@@ -99,7 +126,7 @@ class OptaxStatePartitionRules:
         to the state with a `PartitionSpec` of one entry per dim for each array.
     """
     name = state_class.__name__
-    cls._RULES[state_class] = _rule_by_function(
+    cls._rules[state_class] = _rule_by_function(
       name, lambda state, layout: rule(state, layout.axes, layout.require_params(name))
     )
 
@@ -124,6 +151,9 @@ class OptaxStatePartitionRules:
         missing parameters.
     """
     layout = ParamsLayout(axes=params_axes, params=params, derive=cls._derive)
+    known = _layout_of_rule.get()
+    if params is None and known is not None and known.axes is params_axes:
+      layout = known
     try:
       return cls._derive(optax_state, layout)
     except kinds.UnlikeParamsError as error:
@@ -161,10 +191,10 @@ class OptaxStatePartitionRules:
   def _rule_of(cls, state_class: type) -> StateRule | None:
     """Return the rule for a class or for its nearest base class with a rule."""
     for known_class in state_class.__mro__:
-      if known_class not in cls._RULES and known_class.__module__.partition('.')[0] == 'optax':
+      if known_class not in cls._rules and known_class.__module__.partition('.')[0] == 'optax':
         cls._add_optax_rule(known_class)
-      if known_class in cls._RULES:
-        return cls._RULES[known_class]
+      if known_class in cls._rules:
+        return cls._rules[known_class]
     return None
 
   @classmethod
@@ -173,9 +203,9 @@ class OptaxStatePartitionRules:
     name = state_class.__name__
     row = OPTAX_STATES.get(name)
     if callable(row):
-      cls._RULES[state_class] = row
+      cls._rules[state_class] = row
     elif row is not None and set(row) <= set(kinds.fields_of(state_class) or ()):
-      cls._RULES[state_class] = _rule_by_fields(row)
+      cls._rules[state_class] = _rule_by_fields(row)
 
 
 def _rule_by_fields(field_kinds: Mapping[str, str]) -> StateRule:

@@ -309,7 +309,7 @@ def test_importing_the_rules_imports_nothing_more_of_optax():
     'import sys, optax; before = set(sys.modules);'
     'from t5x_lite.optimizers.axes import rules as partition_rules;'
     'new = {name for name in set(sys.modules) - before if name.startswith("optax")};'
-    'assert not new, new; rules = partition_rules.OptaxStatePartitionRules._RULES;'
+    'assert not new, new; rules = partition_rules.OptaxStatePartitionRules._rules;'
     'assert not [known for known in rules if known.__module__.startswith("optax")]'
   )
   subprocess.run([sys.executable, '-c', code], check=True)
