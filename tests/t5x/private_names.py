@@ -21,6 +21,7 @@ from t5x_lite import losses
 from t5x_lite import tree_utils
 from t5x_lite.decoding import sampling
 from t5x_lite.trainer import summaries
+from t5x_lite.trainer import train_step
 from t5x_lite.trainer import trainer
 
 
@@ -102,8 +103,26 @@ def _draw(rng, logits, kept, noise_rows, rescale):
   return token, jnp.take_along_axis(log_probs, token[:, None], axis=-1)[:, 0]
 
 
+def _replaceable(make_step):
+  """Return a property with a compiled step, which tests replace by one that counts calls."""
+  name = f'/{make_step.__name__}'
+
+  def get(self):
+    if name not in vars(self):
+      put(self, make_step(self))
+    return vars(self)[name]
+
+  def put(self, step):
+    vars(self)[name] = step
+
+  return property(get, put)
+
+
 def _accepting_none(trainer_cls):
-  """Return a subclass that accepts None for the axes of an array, as PartitionSpec(), and numbers as arrays."""
+  """Return a subclass that accepts None for the axes of an array, as PartitionSpec(), and numbers as arrays.
+
+  Its learning rate is passed to each optimizer.
+  """
 
   class Trainer(trainer_cls):
     def __init__(self, *args, **kwargs):
@@ -115,8 +134,40 @@ def _accepting_none(trainer_cls):
         is_leaf=lambda axes: axes is None,
       )
       super().__init__(*bound.args, **bound.kwargs)
+      # T5X computes the rate also for an optimizer with its own.
+      self.learning_rate_fn = bound.arguments['learning_rate_fn']
 
+    def partitioned_train_step(self):
+      return self._partitioned_train_step
+
+    def partitioned_eval_step(self, metric_fns=None):
+      del metric_fns
+      return self._partitioned_eval_step
+
+  Trainer._partitioned_train_step = _replaceable(trainer_cls.partitioned_train_step)
+  Trainer._partitioned_eval_step = _replaceable(trainer_cls.partitioned_eval_step)
   return Trainer
+
+
+def _train_with_lr(
+  train_state, batch, *, learning_rate, dropout_rng, model, num_microbatches, **options
+):
+  """Return the result of a step by the functions of the module `t5x.trainer`, which T5X's tests replace."""
+  functions = importlib.import_module('t5x.trainer')
+  spec = options['data_partition_spec']
+  grads, metrics, mutables = functions.accumulate_grads_microbatched(
+    model, train_state, batch, dropout_rng, num_microbatches, spec
+  )
+  if options['gradient_transform'] is not None:
+    grads = options['gradient_transform'](grads)
+  others = {'flax_mutables': mutables} if mutables else None
+  computer = options['weight_metrics_computer']
+  return functions.apply_grads(train_state, grads, metrics, learning_rate, computer, others)
+
+
+def _eval_step(*arguments):
+  """Return the metrics by the function of the module `t5x.trainer`, which T5X's tests replace."""
+  return importlib.import_module('t5x.trainer').eval_step(*arguments)
 
 
 def _timer(manager):
@@ -145,7 +196,11 @@ _NAMES: dict[str, dict[str, Any]] = {
   },
   't5x.decoding': {'_temperature_sample_single_trial': _sample},
   't5x.losses': {'_sum_weights_per_segment': _sum_weights},
-  't5x.trainer': {'Trainer': _accepting_none(trainer.Trainer), '_time': time.time},
+  't5x.trainer': {
+    'Trainer': _accepting_none(trainer.Trainer),
+    '_time': time.time,
+    'eval_step': train_step.eval_step,
+  },
 }
 
 
@@ -154,6 +209,8 @@ def install() -> None:
   for module, names in _NAMES.items():
     vars(importlib.import_module(module)).update(names)
   sampling._draw = _draw
+  trainer.train_with_lr = _train_with_lr
+  trainer.eval_step = _eval_step
   summaries.MetricsManager._duration_timer = property(_timer)
   # T5X's tests replace this clock.
   clock = importlib.import_module('t5x.trainer')
