@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.core import Tracer
 
 from t5x_lite.errors import ConfigError
 
@@ -24,7 +25,7 @@ class LazyArray:
 
 def is_traced(value: Any) -> bool:
   """Return whether a value is known only when a compiled function runs."""
-  return isinstance(value, jax.core.Tracer)
+  return isinstance(value, Tracer)
 
 
 def as_tuple(values: Any) -> tuple[Any, ...]:
