@@ -137,13 +137,9 @@ def _accepting_none(trainer_cls):
       # T5X computes the rate also for an optimizer with its own.
       self.learning_rate_fn = bound.arguments['learning_rate_fn']
 
-    def partitioned_train_step(self):
-      return self._partitioned_train_step
-
-    def partitioned_eval_step(self, metric_fns=None):
-      del metric_fns
-      return self._partitioned_eval_step
-
+  # Set after the class was made, since classes that define one of these names get the other from it.
+  Trainer.partitioned_train_step = lambda self: self._partitioned_train_step
+  Trainer.partitioned_eval_step = lambda self, metric_fns=None: self._partitioned_eval_step
   Trainer._partitioned_train_step = _replaceable(trainer_cls.partitioned_train_step)
   Trainer._partitioned_eval_step = _replaceable(trainer_cls.partitioned_eval_step)
   return Trainer
