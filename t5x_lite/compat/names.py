@@ -73,11 +73,20 @@ ALIASES: dict[str, str] = {
   'TrainState': 't5x_lite.train_state:TrainState',
   'VariableDict': 'flax.typing:VariableDict',
   'WriteFn': 'typing:Callable',
+  'cached_property': 'functools:cached_property',
   'param_with_axes': 'flax.linen.partitioning:param_with_axes',
   'scan_with_axes': 'flax.linen.partitioning:scan_with_axes',
   'with_sharding_constraint': 'flax.linen.partitioning:with_sharding_constraint',
 }
 _LAYERS = 't5x_lite.layers'
+# Of all modules of layers of T5X.
+_OF_LAYERS = {
+  '_canonicalize_tuple': 't5x_lite.compat.functions:as_tuple',
+  '_convert_to_activation_function': 't5x_lite.layers:activation_fn',
+  '_normalize_axes': 't5x_lite.compat.functions:normalize_axes',
+  'default_embed_init': 't5x_lite.layers.embedding:default_embedding_init',
+  'dynamic_vector_slice_in_dim': 't5x_lite.compat.functions:slice_vectors',
+}
 _ARRAYS = 'Remove it: arrays are always jax.Array.'
 _NOT_LAZY = 'To read arrays one at a time, use checkpoints.open_source(path).read_array(name).'
 _ONE_ORDER = 'It belongs to deterministic=True.'
@@ -89,13 +98,21 @@ _TENSORFLOW = (
 _EXPORTS = 'Include gin/t5x/configs/runs/export.gin, the file of t5x_lite: exported programs take and return ids.'
 
 MODULES: dict[str, Module] = {
-  't5x.adafactor': Module(here='t5x_lite.adafactor'),
+  't5x.adafactor': Module(
+    here='t5x_lite.adafactor',
+    names={
+      'FactorRule': 'typing:Any',
+      '_AdafactorHyperParams': 't5x_lite.optimizers.adafactor_rule.update:AdafactorHyperParams',
+      '_AdafactorParamState': 't5x_lite.optimizers.adafactor_rule.update:AdafactorParamState',
+    },
+  ),
   't5x.binary_search': Module(here='t5x_lite.decoding'),
   't5x.checkpoint_utils': Module(here='t5x_lite.checkpoints'),
-  't5x.checkpointing': Module(here='t5x_lite.checkpoints'),
   't5x.checkpoints': Module(
     here='t5x_lite.checkpoints',
     names={
+      'Dataset': 'typing:Any',
+      'LazyArray': 't5x_lite.compat.functions:LazyArray',
       'VERSION': 't5x_lite.checkpoints.sources.t5x_index:VERSION',
       'all_steps': 't5x_lite.checkpoints:all_steps_of_any_program',
       'latest_step': 't5x_lite.checkpoints:latest_step_of_any_program',
@@ -107,6 +124,8 @@ MODULES: dict[str, Module] = {
       'Checkpointer.save.concurrent_gb=64': _SAVE_MEMORY,
       'DatasetArgs': 'CheckpointManager.save has data_state, the position in the data.',
       'DatasetCheckpointHandler': 'CheckpointManager.save has data_state, the position in the data.',
+      'LazyAwaitableArray': _NOT_LAZY,
+      'LazyThreadPoolArray': _NOT_LAZY,
       'OrbaxCheckpointManagerInterface.restore.lazy_parameters=True': _NOT_LAZY,
       'OrbaxCheckpointManagerInterface.restore_from_tf_checkpoint': _TENSORFLOW,
       'fake_param_info': 'checkpoints.open_source(path).shapes() has the shape and dtype of each array.',
@@ -120,17 +139,24 @@ MODULES: dict[str, Module] = {
       'latest_step': 't5x_lite.checkpoints:latest_step_of_any_program',
     },
   ),
-  't5x.contrib.moe.adafactor_utils': Module(here='moe'),
-  't5x.contrib.moe.checkpoints': Module(here='moe'),
+  't5x.contrib.moe.adafactor_utils': Module(
+    here='moe', names={'FactorDim': 't5x_lite.adafactor:FactorDim'}
+  ),
+  't5x.contrib.moe.checkpoints': Module(here='moe', left_out={'LazyAwaitableArray': _NOT_LAZY}),
   't5x.contrib.moe.models': Module(
     here='moe.models',
     names={
+      'AveragePerStep': 't5x_lite.metrics:AveragePerStep',
+      'DecodeFnCallable': 't5x_lite.decoding:DecodeFnCallable',
+      'Sum': 't5x_lite.metrics:Sum',
       'MOE_METRICS': 'moe.metrics:MOE_METRICS',
     },
   ),
   't5x.contrib.moe.partitioning': Module(
     here='moe',
     names={
+      'FlaxOptimTrainState': 't5x_lite.train_state:FlaxOptimTrainState',
+      'InferenceState': 't5x_lite.train_state:InferenceState',
       'DataLayout': 't5x_lite.partitioning:DataLayout',
       'HardwareMesh': 't5x_lite.partitioning:HardwareMesh',
       'LogicalAxisRules': 't5x_lite.partitioning:LogicalAxisRules',
@@ -141,19 +167,52 @@ MODULES: dict[str, Module] = {
     },
   ),
   't5x.contrib.moe.trainer': Module(here='moe'),
-  't5x.contrib.moe.training_utils': Module(here='moe'),
-  't5x.decoding': Module(here='t5x_lite.decoding'),
+  't5x.contrib.moe.training_utils': Module(
+    here='moe', names={'Gradients': 'typing:Any', 'ParamTree': 'typing:Any'}
+  ),
+  't5x.decoding': Module(
+    here='t5x_lite.decoding',
+    names={
+      '_dynamic_update_vector_slice_in_dim': 't5x_lite.compat.functions:update_vector_slices',
+      '_is_tracer': 't5x_lite.compat.functions:is_traced',
+    },
+  ),
   't5x.eval': Module(here='t5x_lite.apps.evaluate'),
   't5x.export_lib': Module(
     here='t5x_lite.apps.export',
     left_out=dict.fromkeys(
       (
+        'ConfigDict',
+        'CreateDecodingStateCallbackFn',
+        'CreatePostprocessorFn',
+        'CreatePreprocessorFn',
+        'CreatePreprocessorFnNew',
+        'CreatePreprocessorFnOld',
+        'CustomInferenceMode',
+        'DecoderParamsSpec',
         'ExportableModule',
+        'InferenceFn',
+        'PostprocessorFn',
+        'PreprocessorFn',
+        'PreprocessorFnFromTask',
+        'WarmupExample',
+        'WarmupExamples',
+        'bucketize_tokenized_input',
         'create_batch_polymorphic_shapes',
+        'create_decoder_preprocessor',
+        'create_dual_encoder_preprocessor',
+        'create_fake_input',
         'create_inference_function',
         'create_postprocessor',
         'create_preprocessor',
         'create_preprocessor_from_task',
+        'create_preprocessor_with_decoder_params',
+        'create_single_tensor_input_signature',
+        'flatten',
+        'generate_examples_with_sequence_lengths',
+        'get_train_state_initializer',
+        'load_params_from_checkpoint',
+        'truncate_and_pad_tokenized_input',
         'write_warmup_examples',
         'save.create_decoding_state_callback_fn',
         'save.create_inference_function_fn',
@@ -180,6 +239,7 @@ MODULES: dict[str, Module] = {
   't5x.examples.decoder_only.layers': Module(
     here=_LAYERS,
     names={
+      **_OF_LAYERS,
       'RelativePositionBiases': 't5x_lite.layers:CachedRelativePositionBiases',
     },
     left_out={
@@ -191,17 +251,25 @@ MODULES: dict[str, Module] = {
   't5x.examples.scalable_t5.layers': Module(
     here=_LAYERS,
     names={
+      **_OF_LAYERS,
+      'InitializerAxis': 'typing:Any',
+      'NdInitializer': 'typing:Callable',
+      'variance_scaling': 'flax.linen.initializers:variance_scaling',
       'DenseGeneral': 't5x_lite.layers.nd:DenseGeneral',
       'MultiHeadDotProductAttention': 't5x_lite.layers.nd:MultiHeadDotProductAttention',
     },
   ),
   't5x.examples.scalable_t5.network': Module(
     here='t5x_lite.networks.scalable_t5',
+    names={
+      'ScanIn': 'flax.linen.partitioning:ScanIn',
+      'remat': 'flax.linen.partitioning:remat',
+    },
     left_out={
       'T5Config.scan_layers=False': "Without loops, use t5.T5Config with relpos_bias_tables='per_layer'.",
     },
   ),
-  't5x.examples.t5.layers': Module(here=_LAYERS),
+  't5x.examples.t5.layers': Module(here=_LAYERS, names=_OF_LAYERS),
   't5x.examples.t5.network': Module(here='t5x_lite.networks.t5'),
   't5x.gin_utils': Module(
     here='t5x_lite.gin_utils',
@@ -210,13 +278,16 @@ MODULES: dict[str, Module] = {
       'search the gin files for its name.',
     },
   ),
-  't5x.infer': Module(here='t5x_lite.apps.infer'),
-  't5x.interactive_model': Module(here='t5x_lite.interactive_model'),
+  't5x.infer': Module(here='t5x_lite.apps.infer', names={'_Inferences': 'typing:Any'}),
+  't5x.interactive_model': Module(
+    here='t5x_lite.interactive_model', names={'BatchesType': 'typing:Sequence'}
+  ),
   't5x.losses': Module(here='t5x_lite.losses'),
   't5x.metrics': Module(here='t5x_lite.metrics'),
   't5x.models': Module(here='t5x_lite.models'),
   't5x.optimizers': Module(
     here='t5x_lite.optimizers',
+    names={'freeze': 'flax.core:freeze', 'unfreeze': 'flax.core:unfreeze'},
     left_out={
       'amos': "Amos is not part of optax; wrap jestimator's function with optimizers.wrap_optax_optimizer.",
     },
@@ -225,12 +296,15 @@ MODULES: dict[str, Module] = {
     here='t5x_lite.partitioning',
     names={
       'ModelBasedPjitPartitioner': 't5x_lite.partitioning:PjitPartitioner',
+      'OtherMesh': 't5x_lite.partitioning:HardwareMesh',
+      'TpuMesh': 't5x_lite.partitioning:HardwareMesh',
     },
   ),
   't5x.precompile': Module(here='t5x_lite.apps.precompile'),
   't5x.state_utils': Module(here='t5x_lite.checkpoints'),
   't5x.train': Module(
     here='t5x_lite.apps.train',
+    names={'P': 'jax.sharding:PartitionSpec'},
     left_out={
       'train.use_gda': _ARRAYS,
       'train.use_jax_array': _ARRAYS,
@@ -269,6 +343,7 @@ MODULES: dict[str, Module] = {
       'get_fallback_state': 't5x_lite.checkpoints:get_fallback_state',
       'get_first_valid_restore_config_and_paths': 't5x_lite.checkpoints:get_first_valid_restore_config_and_paths',
       'get_infer_fn': 't5x_lite.evaluation:get_infer_fn',
+      'get_local_data': 't5x_lite.checkpoints:get_local_data',
       'get_training_eval_datasets': 't5x_lite.data:get_training_eval_datasets',
       'get_vocabulary': 't5x_lite.data:get_vocabulary',
       'get_zeros_batch_like_dataset': 't5x_lite.data:get_zeros_batch_like_dataset',
@@ -286,6 +361,7 @@ MODULES: dict[str, Module] = {
       'verify_matching_vocabs': 't5x_lite.data:verify_matching_vocabs',
     },
     left_out={
+      'FLAGS': "The commands of t5x_lite parse T5X's flags; use absl.flags for flags of your own.",
       'DatasetConfig.runtime_preprocessors=[...]': 'They belong to AirIO, which is not '
       "supported: the model's converter converts and packs the examples. Add others to the task.",
       'LegacyCheckpointer.restore.lazy_parameters=True': _NOT_LAZY,
@@ -294,6 +370,7 @@ MODULES: dict[str, Module] = {
       'LegacyCheckpointer.save.force=True': 'Delete the existing checkpoint to replace it.',
       'RestoreCheckpointConfig.use_gda': _ARRAYS,
       'SaveCheckpointConfig.use_gda': _ARRAYS,
+      'TensorBoardLogger': 'Use seqio.TensorBoardLogger, the same class.',
       'get_training_eval_datasets.deterministic=True': 'The order of the data is '
       'always determined by DatasetConfig.seed.',
       'get_training_eval_datasets.model_dir=...': _ONE_ORDER,
@@ -302,6 +379,9 @@ MODULES: dict[str, Module] = {
   ),
 }
 
+# Names of modules in their packages that are not names of files: T5X has `from t5x import checkpointing`.
+MODULE_ALIASES: dict[str, str] = {'t5x.checkpointing': 't5x.checkpoints'}
+
 # Modules of T5X, with their submodules, that have no row, and the alternative.
 LEFT_OUT_MODULES: dict[str, str] = {
   't5x.checkpoint_importer': 'Convert Mesh TensorFlow checkpoints with T5X, and read the result here.',
@@ -309,11 +389,14 @@ LEFT_OUT_MODULES: dict[str, str] = {
   't5x.contrib.calm': 'CALM is not part of t5x_lite; decoding.temperature_sample decodes with all layers.',
   't5x.contrib.gpu': 'Use t5x.examples.t5 or t5x.examples.scalable_t5, which run on GPUs too.',
   't5x.export': 'Run t5x_lite export, or import t5x.export_lib.',
+  't5x.assert_gc_disabled_during_import_test_util': "It belongs to T5X's own tests.",
+  't5x.disable_gc_during_import': 'Remove it: importing t5x_lite imports neither seqio nor TensorFlow.',
   't5x.fiddle_configs': 'Configure runs with gin files; fiddle is not supported.',
   't5x.main': 'There is one command for each run mode: t5x_lite train, eval, infer, precompile, export.',
   't5x.scripts': 'Use xm or SLURM scripts of your own; `t5x_lite launch` starts several processes.',
   't5x.tasks': 'Register the tasks that you use in a module of your own.',
   't5x.test_utils': "Its functions belong to T5X's own tests.",
+  't5x.version': 't5x_lite.__version__ is the version of t5x_lite.',
 }
 
 # Macros of T5X's run files whose default here is another one, with T5X's.
@@ -350,6 +433,11 @@ def rows(module: str) -> list[Module]:
   return [MODULES[name] for name in names if name in MODULES]
 
 
+def lists(module: str, name: str) -> bool:
+  """Return whether the table has the name of one of T5X's modules, also as one that is left out."""
+  return any(name in row.names or name in row.left_out for row in rows(module))
+
+
 def places(module: str, name: str) -> Iterator[Place]:
   """Yield the places where the name of one of T5X's modules may be here."""
   for row in rows(module):
@@ -363,13 +451,17 @@ def places(module: str, name: str) -> Iterator[Place]:
 
 def submodules(package: str) -> list[str]:
   """Return the last parts of the names of the modules and packages of T5X in `package`."""
-  inside = [name.removeprefix(f'{package}.') for name in MODULES if name.startswith(f'{package}.')]
+  inside = [
+    name.removeprefix(f'{package}.')
+    for name in (*MODULES, *MODULE_ALIASES)
+    if name.startswith(f'{package}.')
+  ]
   return sorted({name.partition('.')[0] for name in inside})
 
 
 def why_no_module(module: str) -> str:
   """Return why a module of T5X cannot be imported, as a sentence; '' if it can."""
-  if module in MODULES or submodules(module) or module == '__main__':
+  if module in (*MODULES, *MODULE_ALIASES, '__main__') or submodules(module):
     return ''
   for name, sentence in LEFT_OUT_MODULES.items():
     if module == name or module.startswith(f'{name}.'):

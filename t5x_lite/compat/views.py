@@ -40,10 +40,12 @@ class View(types.ModuleType):
         for each in dir(self)
         if each in names.submodules(self.__name__) or find(self.__name__, each)
       ]
-    if name.startswith(
-      '_'
-    ):  # Python asks all modules for such names; the search would import all modules of ours.
-      raise AttributeError(f'{self.__name__} has no {name!r}.')
+    if name.startswith('_') and not names.lists(self.__name__, name):
+      # Python asks all modules for such names; the search would import all modules of ours.
+      raise AttributeError(
+        f'{self.__name__} of t5x_lite has no {name!r}: docs/from_t5x.md lists the private names of T5X that it has. '
+        'Use a public name, or define the function in a module of your own.'
+      )
     _log_use()
     if name in names.submodules(self.__name__):
       return module(f'{self.__name__}.{name}')
@@ -66,6 +68,8 @@ def module(name: str) -> View:
   problem = names.why_no_module(name)
   if problem:
     raise ConfigError(problem)
+  if name in names.MODULE_ALIASES:
+    return module(names.MODULE_ALIASES[name])
   return View(name)
 
 

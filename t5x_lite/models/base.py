@@ -293,6 +293,12 @@ class BaseTransformerModel(BaseModel):
   # the normalizing factor, so that their ratio to the cross entropy does not depend on the batch size. False, as in
   # T5X: add them to the divided cross entropy.
   auxiliary_losses_per_target: bool = False
+  # What models of T5X do not have, for a subclass whose `__init__` sets the attributes of T5X itself.
+  adapter: adapters.Lora | None = None
+  _constraints: decoding.Constraints | None = None
+  _custom_metrics = batch_metrics.CustomMetrics('BaseTransformerModel', ())
+  # Weight of the auxiliary loss of a slice in the loss of its batch; the slices have equal sizes.
+  _auxiliary_loss_share: float = 1.0
 
   def __init__(
     self,
@@ -358,8 +364,6 @@ class BaseTransformerModel(BaseModel):
     self._label_smoothing = label_smoothing
     self._z_loss = z_loss
     self._loss_normalizing_factor = loss_normalizing_factor
-    # Weight of the auxiliary loss of a slice in the loss of its batch; the slices have equal sizes.
-    self._auxiliary_loss_share = 1.0
 
   @property
   def scanned_layers(self) -> Mapping[str, Sequence[tuple[int, ...]]]:

@@ -79,6 +79,9 @@ class EncoderDecoderModel(base.BaseTransformerModel):
   FEATURE_CONVERTER = 'encoder_decoder'
   ACCEPTS_STACKED_LAYERS = True
   SUPPORTS_CHUNKED_LOSS = True
+  # As in `BaseTransformerModel`, for a subclass whose `__init__` sets the attributes of T5X itself.
+  stop_token_ids: tuple[int, ...] = ()
+  decoder_start_id: int = 0
 
   def __init__(
     self,

@@ -387,8 +387,14 @@ class MetricsManager:
     self._write(lambda writer: writer.write_text(step, texts))
 
   def start_duration_timer(self, block_on: PyTree = ()) -> None:
-    """Wait for the arrays of `block_on`, then start the timer for the rates of `write_metrics_summary`."""
-    jax.block_until_ready(block_on)
+    """Wait for the arrays of `block_on`, then start the timer for the rates of `write_metrics_summary`.
+
+    Arrays that were donated to a later step, which no longer exist, are not waited for.
+    """
+    arrays = [
+      x for x in jax.tree.leaves(block_on) if not (isinstance(x, jax.Array) and x.is_deleted())
+    ]
+    jax.block_until_ready(arrays)
     self._start = time.perf_counter()
 
   def write_metrics_summary(

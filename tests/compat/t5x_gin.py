@@ -64,7 +64,7 @@ EXPECTED = {
   '(train|train_eval|infer_eval)/data.DatasetConfig.use_cached': 'tasks without a cache work',
   '(trainer.Trainer|moe.MoeTrainer).non_finite_policy': "with the action 'stop', the default",
   '(eval_script.evaluate|infer_script.infer).summarize_config_fn': 'config.gin next to the results',
-  'eval_script.evaluate.infer_eval_cfg': 'with the default options',
+  '(eval_script.evaluate|train_script.train).infer_eval_cfg': 'with the default options',
   'trainer.Trainer.num_microbatches': 'None for 0, which means the same',
   'partitioning.PjitPartitioner.num_partitions': 'T5X ignores it next to a submesh',
   'partitioning.PjitPartitioner.logical_axis_rules': 'the default rules',

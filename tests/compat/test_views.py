@@ -2,6 +2,7 @@
 
 import pytest
 
+from t5x_lite import checkpoints
 from t5x_lite import data
 from t5x_lite import models
 from t5x_lite.apps import evaluate as eval_app
@@ -9,6 +10,7 @@ from t5x_lite.apps import train as train_app
 from t5x_lite.compat import names
 from t5x_lite.compat import views
 from t5x_lite.errors import ConfigError
+from t5x_lite.optimizers.adafactor_rule import update
 
 
 def test_attributes_are_our_objects():
@@ -36,6 +38,22 @@ def test_missing_names_tell_the_nearest_one_or_the_alternative():
     views.module('t5x.export_lib').ExportableModule
   with pytest.raises(ConfigError, match="'t5x.nothing'"):
     views.module('t5x.nothing')
+
+
+def test_private_names_are_those_of_the_table():
+  adafactor = views.module('t5x.adafactor')
+  assert adafactor._AdafactorParamState is update.AdafactorParamState
+  with pytest.raises(
+    AttributeError, match="t5x.adafactor of t5x_lite has no '_Adafactor': docs/from"
+  ):
+    adafactor._Adafactor
+  assert not hasattr(adafactor, '__wrapped__')
+
+
+def test_a_name_of_a_module_in_its_package_is_the_module():
+  t5x = views.module('t5x')
+  assert t5x.checkpointing is t5x.checkpoints
+  assert t5x.checkpointing.latest_step is checkpoints.latest_step_of_any_program
 
 
 def test_selectors_resolve_through_modules_and_classes():

@@ -120,6 +120,28 @@ def test_attributes_of_a_cache_need_a_network(module, message):
     cases.make_model(module)
 
 
+class _ModelOfAProject(models.EncoderDecoderModel):
+  """Sets the attributes that a model of T5X has, and does not call the base class."""
+
+  def __init__(self):
+    self.module = cases.TinySeq2Seq()
+    self.optimizer_def = None
+    self._input_vocabulary = self._output_vocabulary = cases.Vocabulary()
+    self._decode_fn = functools.partial(decoding.temperature_sample, temperature=0.0)
+    self._label_smoothing = 0.0
+    self._z_loss = 0.0
+    self._loss_normalizing_factor = None
+    self._default_decoder_params = models.DecoderParams()
+
+
+def test_a_model_with_the_attributes_of_t5x_trains_scores_and_predicts(batch):
+  model, params = _ModelOfAProject(), cases.initial_params()
+  expected = cases.make_model(decode_fn=model.decode_fn)
+  for method in ('predict_batch', 'score_batch', 'eval_fn'):
+    found, wanted = (getattr(each, method)(params, batch) for each in (model, expected))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
 def test_prompt_with_targets_forces_targets_without_their_ends(batch):
   batch = {
     **batch,

@@ -228,4 +228,11 @@ MUTANTS = (
     'pass',
     'tests/multiprocess/test_agreement.py::test_minimum_bayes_risk_in_two_processes_chooses_as_in_one',
   ),
+  Mutant(
+    'models_of_t5x_lack_options_of_ours',
+    't5x_lite/models/encoder_decoder.py',
+    '  stop_token_ids: tuple[int, ...] = ()',
+    '  stop_token_ids: tuple[int, ...]',
+    'tests/models/test_encoder_decoder.py::test_a_model_with_the_attributes_of_t5x_trains_scores_and_predicts',
+  ),
 )

@@ -643,4 +643,11 @@ MUTANTS = (
     # A batched""",
     'tests/optimizers/soap_rule/test_bases.py::test_on_cpu_no_decomposition_has_a_batch',
   ),
+  Mutant(
+    'adafactor_rejects_the_size_0',
+    't5x_lite/optimizers/adafactor_rule/optimizer.py',
+    'min_dim_size_to_factor=scalars.scalar(at_least=0)',
+    'min_dim_size_to_factor=scalars.scalar(at_least=1)',
+    'tests/optimizers/adafactor_rule/test_optimizer.py::test_every_matrix_is_factored_from_the_size_0',
+  ),
 )

@@ -990,4 +990,11 @@ MUTANTS = (
     'self.param_average, self._optimizer.apply_gradient(grads, **extra_args).target, state.step)',
     'tests/models/test_qk_clip.py::test_averages_are_those_of_clipped_parameters',
   ),
+  Mutant(
+    'timers_wait_for_donated_arrays',
+    't5x_lite/trainer/summaries.py',
+    'if not (isinstance(x, jax.Array) and x.is_deleted())',
+    'if True',
+    'tests/trainer/test_summaries.py::test_timer_waits_for_no_array_that_was_donated',
+  ),
 )

@@ -1,9 +1,10 @@
-"""Runs T5X's gin files and its own tests on t5x_lite; `T5X=PATH make test-t5x`.
+"""Compares T5X's names with our table, and runs its gin files and own tests; `T5X=PATH make test-t5x`.
 
     python -m tests.t5x PATH
 
-PATH is a checkout of T5X, of which nothing is imported but its tests. Ends with status 1 if a file or a test fails that
-is not in `gin_files.txt` or `own_tests.txt`, which give the reasons, or if one of these passes.
+PATH is a checkout of T5X, of which nothing is imported but its tests. Ends with status 1 if a public name is not in the
+table of `t5x_lite.compat.names`, or if a file or a test fails that is not in `gin_files.txt` or `own_tests.txt`, which
+give the reasons, or if one of these passes.
 """
 
 import os
@@ -15,7 +16,7 @@ os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 
 
 def main(arguments: list[str]) -> int:
-  """Run both checks; return the exit status."""
+  """Run all checks; return the exit status."""
   if not arguments or not arguments[0]:
     print('Skipped: T5X=PATH names no checkout of T5X.')
     return 0
@@ -25,8 +26,9 @@ def main(arguments: list[str]) -> int:
     return 2
   from tests.t5x import gin_files
   from tests.t5x import own_tests
+  from tests.t5x import public_names
 
-  wrong = gin_files.check(str(checkout)) + own_tests.check(str(checkout))
+  wrong = sum(part.check(str(checkout)) for part in (public_names, gin_files, own_tests))
   print(f'{wrong} results differ from the lists.' if wrong else 'All as listed.')
   return min(wrong, 1)
 

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from t5x_lite import compat
+from tests.t5x import private_names
 
 
 def pytest_configure(config) -> None:
@@ -40,12 +41,9 @@ def pytest_configure(config) -> None:
     folder for folder in (argument, *argument.parents) if (folder / 'test_utils.py').exists()
   )
   # T5X's __init__ and test_utils import these; no test uses them.
-  _stand_in('t5x.checkpoint_importer', LazyArray=type('LazyArray', (), {}))
+  _stand_in('t5x.checkpoint_importer', LazyArray=sys.modules['t5x.checkpoints'].LazyArray)
   _stand_in('t5x.version', __version__='')
-  # A module of tests names these private classes at its top; its tests that use them fail.
-  sys.modules['t5x.adafactor']._AdafactorHyperParams = sys.modules[
-    't5x.adafactor'
-  ]._AdafactorParamState = None
+  private_names.install()
   spec = importlib.util.spec_from_file_location('t5x.test_utils', checkout / 'test_utils.py')
   module = importlib.util.module_from_spec(spec)
   sys.modules['t5x.test_utils'] = sys.modules['t5x'].test_utils = module

@@ -285,6 +285,16 @@ def _metrics(total, steps=1):
   }
 
 
+def test_timer_waits_for_no_array_that_was_donated():
+  manager = summaries.MetricsManager('train')
+  donated = jnp.ones([2])
+  donated.delete()
+  manager.start_duration_timer(block_on={'state': donated, 'step': jnp.ones([]), 'lr': 0.1})
+  values = manager.write_metrics_summary(_metrics(1.0), step=1, num_steps=1).result()
+  assert values['timing/steps_per_second'].value > 0
+  manager.close()
+
+
 def test_manager_divides_by_steps_and_seconds(tmp_path):
   manager = summaries.MetricsManager('train', tmp_path)
   before = time.perf_counter()

@@ -46,7 +46,7 @@ _OPTIONS = dict(
   step_offset=scalars.scalar(),
   clipping_threshold=_POSITIVE.or_none(),
   weight_decay_rate=_NOT_NEGATIVE.or_none(),
-  min_dim_size_to_factor=scalars.scalar(at_least=1),
+  min_dim_size_to_factor=scalars.scalar(at_least=0),
   epsilon1=_NOT_NEGATIVE,
   epsilon2=_NOT_NEGATIVE,
   dtype_momentum=scalars.FLOATING_DTYPE,

@@ -97,6 +97,15 @@ def test_definitions_compare_by_their_options():
   assert jax.tree.structure(left.create(params)) == jax.tree.structure(right.create(params))
 
 
+def test_every_matrix_is_factored_from_the_size_0():
+  states = [
+    adafactor.Adafactor(min_dim_size_to_factor=size).init_state({'p': jnp.ones([1, 3])})
+    for size in (0, 1, 2)
+  ]
+  # An unfactored second moment has the shape of the parameter.
+  assert [state.param_states['p'].v.shape for state in states] == [(1,), (1,), (1, 3)]
+
+
 def _apply_without_rate():
   adafactor.Adafactor().create({'p': jnp.ones([2])}).apply_gradient({'p': jnp.ones([2])})
 
@@ -120,7 +129,7 @@ def _set_axes(*axes, **options):
     (lambda: adafactor.Adafactor(decay_rate=-0.8), 'decay_rate'),
     (lambda: adafactor.Adafactor(clipping_threshold=0.0), 'clipping_threshold'),
     (lambda: adafactor.Adafactor(weight_decay_rate=-1.0), 'weight_decay_rate'),
-    (lambda: adafactor.Adafactor(min_dim_size_to_factor=0), 'min_dim_size_to_factor'),
+    (lambda: adafactor.Adafactor(min_dim_size_to_factor=-1), 'min_dim_size_to_factor'),
     (lambda: adafactor.Adafactor(global_norm_clip_threshold=-1.0), 'global_norm_clip_threshold'),
     (lambda: adafactor.Adafactor(max_parameter_scale=0), 'max_parameter_scale'),
     (lambda: adafactor.Adafactor(epsilon1='1e-30'), 'epsilon1'),

@@ -1,0 +1,30 @@
+"""The comparison of the table with a checkout of T5X, for a small folder in the place of one."""
+
+from tests.t5x import public_names
+
+
+def test_names_without_a_row_and_modules_that_do_not_exist_are_counted(tmp_path, capsys):
+  folder = tmp_path / 't5x'
+  folder.mkdir()
+  (folder / 'utils.py').write_text(
+    'import os\n'
+    'X, get_vocabulary = 1, 2\n'
+    'FLAGS: int = 3\n'
+    'def _private(): pass\n'
+    'if X:\n  def get_dataset(): pass\n'
+    'class Unknown: pass\n'
+    "if __name__ == '__main__':\n  main = 1\n"
+  )
+  (folder / 'new_module.py').write_text('')
+  (folder / 'utils_test.py').write_text('A = 1\n')
+  count = public_names.check(str(tmp_path))
+  first, *wrong = capsys.readouterr().out.splitlines()
+  assert first.startswith('2 of ') and '1 have a sentence' in first
+  wrong = [line.strip() for line in wrong]
+  assert len(wrong) == count
+  assert [line for line in wrong if 'in the table, and not a module' not in line] == [
+    't5x.new_module is a module of T5X, and not in the table',
+    't5x.utils.X is neither here nor in the table',
+    't5x.utils.Unknown is neither here nor in the table',
+  ]
+  assert 't5x.train is in the table, and not a module of T5X' in wrong
