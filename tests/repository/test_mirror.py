@@ -57,7 +57,7 @@ def test_every_module_is_run_by_a_test():
 
 
 def test_every_folder_of_tests_is_one_of_the_package():
-  other = {'examples', 'golden', 'interop', 'multiprocess', 'mutation', 'repository'}
+  other = {'examples', 'golden', 'interop', 'multiprocess', 'mutation', 'repository', 't5x'}
   folders = {
     str(path.parent.relative_to(_ROOT / 'tests')) for path in (_ROOT / 'tests').rglob('test_*.py')
   }
