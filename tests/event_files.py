@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import tensorboardX.proto.event_pb2 as event_pb2
 
 
@@ -20,10 +21,16 @@ def records(data):
 
 
 def scalars(folder):
-  """Return (step, name, value) of all scalars of a folder."""
+  """Return (step, name, value) of all scalars of a folder, written by tensorboardX or TensorFlow."""
   return [
-    (e.step, v.tag, v.simple_value)
-    for e in read(folder)
-    for v in e.summary.value
-    if v.HasField('simple_value')
+    (event.step, value.tag, _scalar(value))
+    for event in read(folder)
+    for value in event.summary.value
+    if value.HasField('simple_value') or value.metadata.plugin_data.plugin_name == 'scalars'
   ]
+
+
+def _scalar(value):
+  if value.HasField('simple_value'):
+    return value.simple_value
+  return np.frombuffer(value.tensor.tensor_content, '<f4').item()  # TensorFlow's form

@@ -15,11 +15,10 @@ from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
 from t5x_lite.networks import DecoderWrapper
 from t5x_lite.networks import TransformerConfig
-from tests import golden_data
+from tests import golden_models
 from tests.models import model_cases
 from tests.networks import network_cases as cases
 
-_GOLDEN = ('net_decoder_only_causal', 'net_decoder_only_prefixlm')
 _VOCAB_SIZE = 24
 
 
@@ -87,39 +86,15 @@ def _params(num_layers=2):
 # ---- Numbers of T5X -------------------------------------------------------------------------------------------------
 
 
-def _golden(name):
-  golden, arrays = golden_data.load(f't5x/{name}')
-  params, batch = (
-    jax.tree.map(jnp.asarray, golden_data.subtree(arrays, prefix)) for prefix in ('params', 'batch')
-  )
-  return golden, arrays, params, batch
-
-
-def _golden_model(golden, factor=None, **options):
-  config = golden['config'] | {'mlp_activations': tuple(golden['config']['mlp_activations'])}
-  return models.DecoderOnlyModel(
-    DecoderWrapper(TransformerConfig(**config)),
-    _vocabulary(config['vocab_size']),
-    None,
-    inputs_bidirectional_attention=golden['inputs_bidirectional_attention'],
-    label_smoothing=golden['label_smoothing'],
-    z_loss=golden['z_loss'],
-    loss_normalizing_factor=factor,
-    **options,
-  )
-
-
-@pytest.mark.parametrize('name', _GOLDEN)
+@pytest.mark.parametrize('name', golden_models.DECODER_ONLY)
 def test_golden_losses_and_scores(name):
-  golden, arrays, _, batch = _golden(name)
+  golden, arrays, _, batch = golden_models.load(name)
 
   @cases.jit
   def evaluate(logits):
     by_factor = {}
     for factor in golden['losses_by_normalizing_factor']:
-      model = _golden_model(
-        golden, None if factor == 'none' else float(factor) if factor[0].isdigit() else factor
-      )
+      model = golden_models.make_model(golden, golden_models.parse_factor(factor))
       model.module = model_cases.Recorded(logits)
       by_factor[factor] = model.eval_fn({}, batch)
     return by_factor, model.score_batch({}, batch)
@@ -134,16 +109,18 @@ def test_golden_losses_and_scores(name):
 
 
 def test_golden_gradients():
-  golden, arrays, params, batch = _golden('net_decoder_only_prefixlm')
-  grads = cases.jit(jax.grad(lambda p: _golden_model(golden).loss_fn(p, batch, None)[0]))(params)
+  golden, arrays, params, batch = golden_models.load('net_decoder_only_prefixlm')
+  grads = cases.jit(
+    jax.grad(lambda p: golden_models.make_model(golden).loss_fn(p, batch, None)[0])
+  )(params)
   norms = golden['grad_norms_no_lnf']
   for path, gradient in tree_utils.named_leaves(grads):
     assert np.linalg.norm(gradient - arrays[f'grad/{path}']) <= 1e-4 * norms[path], path
 
 
 def test_golden_decodes():
-  golden, arrays, params, batch = _golden('net_decoder_only_prefixlm')
-  model = _golden_model(golden)
+  golden, arrays, params, batch = golden_models.load('net_decoder_only_prefixlm')
+  model = golden_models.make_model(golden)
   tokens, aux = cases.jit(
     functools.partial(
       model.predict_batch_with_aux, decoder_params={'temperature': 0.0, 'rescale_log_probs': False}

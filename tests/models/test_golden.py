@@ -1,53 +1,16 @@
 """Models around the T5 networks reproduce what T5X recorded: losses, metrics, gradients, scores, greedy decoding."""
 
-import functools
-import types
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from t5x_lite import decoding
-from t5x_lite import models
 from t5x_lite import tree_utils
-from t5x_lite.networks import t5
-from tests import golden_data
+from tests import golden_models
 from tests.models import model_cases
 
-NETWORKS = ('net_t5_1_0_tiny', 'net_t5_1_1_tiny', 'net_t5_1_1_packed', 'net_scalable_t5_1_1_tiny')
+NETWORKS = golden_models.ENCODER_DECODERS
 UNPACKED = tuple(name for name in NETWORKS if 'packed' not in name)
-
-
-@functools.cache
-def load(name):
-  """Return (description, arrays, params, batch) of a golden network."""
-  golden, arrays = golden_data.load(f't5x/{name}')
-  to_device = functools.partial(jax.tree.map, jnp.asarray)
-  params, batch = (to_device(golden_data.subtree(arrays, prefix)) for prefix in ('params', 'batch'))
-  return golden, arrays, params, batch
-
-
-def make_model(golden, loss_normalizing_factor=None, **options):
-  config = {k: v for k, v in golden['config'].items() if k != 'param_scan_axis'}
-  config['mlp_activations'] = tuple(config['mlp_activations'])
-  if 'scalable' in golden['model']:
-    config['param_layout'] = 'scalable_t5'
-  vocabulary = types.SimpleNamespace(vocab_size=config['vocab_size'], eos_id=1, pad_id=0)
-  return models.EncoderDecoderModel(
-    t5.Transformer(t5.T5Config(**config)),
-    vocabulary,
-    vocabulary,
-    None,
-    label_smoothing=golden['label_smoothing'],
-    z_loss=golden['z_loss'],
-    loss_normalizing_factor=loss_normalizing_factor,
-    **options,
-  )
-
-
-def parse_factor(name):
-  return None if name == 'none' else float(name) if name[0].isdigit() else name
 
 
 def values_of(metrics):
@@ -56,12 +19,13 @@ def values_of(metrics):
 
 @pytest.mark.parametrize('name', NETWORKS)
 def test_losses_by_normalizing_factor_and_scores(name):
-  golden, arrays, _, batch = load(name)
+  golden, arrays, _, batch = golden_models.load(name)
 
   @jax.jit
   def evaluate(logits):
     by_factor = {
-      key: make_model(golden, parse_factor(key)) for key in golden['losses_by_normalizing_factor']
+      key: golden_models.make_model(golden, golden_models.parse_factor(key))
+      for key in golden['losses_by_normalizing_factor']
     }
     for model in by_factor.values():
       model.module = model_cases.Recorded(logits)
@@ -91,16 +55,10 @@ def test_losses_by_normalizing_factor_and_scores(name):
     ), key
 
 
-def global_norm(tree):
-  return np.sqrt(
-    sum(np.sum(np.square(np.asarray(leaf, np.float64))) for leaf in jax.tree.leaves(tree))
-  )
-
-
 def gradients(name, factor):
   """Return ((loss, metrics), gradients) through the network."""
-  golden, _, params, batch = load(name)
-  model = make_model(golden, factor)
+  golden, _, params, batch = golden_models.load(name)
+  model = golden_models.make_model(golden, factor)
   return jax.jit(jax.value_and_grad(lambda p: model.loss_fn(p, batch, None), has_aux=True))(params)
 
 
@@ -113,7 +71,7 @@ def gradients(name, factor):
   ],
 )
 def test_metrics_and_gradients_of_the_summed_loss(name):
-  golden, arrays, _, _ = load(name)
+  golden, arrays, _, _ = golden_models.load(name)
   (_, metrics), grads = gradients(name, None)
   values, expected_values = values_of(metrics), golden['metrics_no_lnf']
   assert {name: values[name] for name in expected_values} == pytest.approx(
@@ -125,21 +83,21 @@ def test_metrics_and_gradients_of_the_summed_loss(name):
     assert np.linalg.norm(gradient) == pytest.approx(norms[path], rel=1e-4), path
     assert np.linalg.norm(gradient - arrays[f'grad/{path}']) <= 1e-4 * norms[path], path
   expected = golden['losses_by_normalizing_factor']['none']['grad_global_norm']
-  assert global_norm(ours) == pytest.approx(expected, rel=1e-5)
+  assert golden_models.global_norm(ours) == pytest.approx(expected, rel=1e-5)
 
 
 def test_gradient_norm_of_averages_per_packed_sequence():
   # The factor that changes the weights of tokens; the others divide the gradients above by a number.
   name, factor = 'net_t5_1_1_packed', 'AVERAGE_PER_SEQUENCE'
-  expected = load(name)[0]['losses_by_normalizing_factor'][factor]
+  expected = golden_models.load(name)[0]['losses_by_normalizing_factor'][factor]
   (loss, _), grads = gradients(name, factor)
   assert float(loss) == pytest.approx(expected['loss'], rel=1e-5)
-  assert global_norm(grads) == pytest.approx(expected['grad_global_norm'], rel=1e-5)
+  assert golden_models.global_norm(grads) == pytest.approx(expected['grad_global_norm'], rel=1e-5)
 
 
 def test_scores_through_the_network():
-  golden, arrays, params, batch = load('net_t5_1_1_tiny')
-  scores = jax.jit(make_model(golden).score_batch)(params, batch)
+  golden, arrays, params, batch = golden_models.load('net_t5_1_1_tiny')
+  scores = jax.jit(golden_models.make_model(golden).score_batch)(params, batch)
   np.testing.assert_allclose(scores, arrays['out/score_batch'], **golden['tol'])
 
 
@@ -151,8 +109,11 @@ def test_scores_through_the_network():
   ],
 )
 def test_greedy_decoding_and_beam_search(name):
-  golden, arrays, params, batch = load(name)
-  greedy, beam = make_model(golden, decode_fn=decoding.greedy_search), make_model(golden)
+  golden, arrays, params, batch = golden_models.load(name)
+  greedy, beam = (
+    golden_models.make_model(golden, decode_fn=decoding.greedy_search),
+    golden_models.make_model(golden),
+  )
   (tokens, aux), (beam_tokens, beam_aux) = jax.jit(
     lambda params, batch: (
       greedy.predict_batch_with_aux(params, batch),
@@ -166,10 +127,11 @@ def test_greedy_decoding_and_beam_search(name):
 
 
 def test_initial_variables_have_the_recorded_tree_and_axes():
-  golden, _, params, batch = load('net_t5_1_1_tiny')
+  golden, _, params, batch = golden_models.load('net_t5_1_1_tiny')
   shapes = {name: value.shape for name, value in batch.items()}
   variables = jax.eval_shape(
-    lambda rng: make_model(golden).get_initial_variables(rng, shapes)['params'], jax.random.key(0)
+    lambda rng: golden_models.make_model(golden).get_initial_variables(rng, shapes)['params'],
+    jax.random.key(0),
   )
   assert jax.tree.map(lambda x: (x.shape, x.dtype), variables) == jax.tree.map(
     lambda x: (x.shape, x.dtype), params
