@@ -493,9 +493,16 @@ MUTANTS = (
   Mutant(
     'the_remedy_of_another_state_names_no_mode',
     't5x_lite/checkpoints/restoring/transforms.py',
-    "mode = 'specific', assignment_map = ",
-    'assignment_map = ',
-    'tests/apps/train/test_optimizers_of_runs.py::test_a_state_of_stacked_layers_of_an_earlier_version_names_what_to_do',
+    "mode = '{mode}', ",
+    '',
+    'tests/apps/train/test_optimizers_of_runs.py::test_options_of_an_error_start_another_run[earlier novograd]',
+  ),
+  Mutant(
+    'the_remedy_of_another_layout_names_no_mode',
+    't5x_lite/checkpoints/restoring/transforms.py',
+    'the MODEL_DIR of this run", "latest")',
+    'the MODEL_DIR of this run", "specific")',
+    'tests/apps/train/test_optimizers_of_runs.py::test_options_of_an_error_start_another_run[sm3, t5]',
   ),
   Mutant(
     'muon_orthogonalizes_embeddings',
