@@ -561,6 +561,20 @@ MUTANTS = (
     'tests/optimizers/muon_rule/test_optimizer.py::test_layers_are_stacked_unless_a_mask_may_tell_them_apart',
   ),
   Mutant(
+    'muon_accepts_a_mask_without_weight_decay',
+    't5x_lite/optimizers/muon_rule/optimizer.py',
+    'if weight_decay_mask is not None and not has_decay:',
+    'if weight_decay_mask is not None and has_decay is None:',
+    'tests/optimizers/muon_rule/test_optimizer.py::test_a_mask_without_weight_decay_is_rejected',
+  ),
+  Mutant(
+    'muon_does_not_name_its_arrays',
+    't5x_lite/optimizers/muon_rule/choice.py',
+    'if chosen:',
+    'if not chosen:',
+    'tests/optimizers/muon_rule/test_choice.py::test_the_choice_is_logged_once',
+  ),
+  Mutant(
     'restored_coefficients_hide_the_option',
     't5x_lite/optimizers/muon_rule/optimizer.py',
     'optax.tree.cast(mu, mu_dtype), coefficients()',
