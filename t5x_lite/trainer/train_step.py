@@ -551,7 +551,7 @@ def train_with_lr(
   others = {name: known[name] for name in train_state.optimizer_def.extra_args}
   if mutables:
     others['flax_mutables'] = mutables
-  constraint_fn = model.params_constraint(metrics, step_params.frozen)
+  constraint_fn = model.params_constraint(metrics, step_params.frozen, train_state.param_states)
   if constraint_fn is not None:
     others['constraint_fn'] = constraint_fn
   if (options := train_state.optimizer_def.update_options).stochastic_rounding:
