@@ -29,7 +29,6 @@ from t5x_lite.models import qk_clip
 from t5x_lite.models import token_losses
 from t5x_lite.models import vocabulary_size
 from t5x_lite.networks.network import Network
-from t5x_lite.optimizers.base import state_hooks
 from t5x_lite.types import Array, Batch, Params, PyTree
 
 MetricFn = batch_metrics.MetricFn
@@ -98,17 +97,17 @@ class BaseModel(subclassing.WithFeatureConverter, abc.ABC):
     return {}
 
   def params_constraint(
-    self, metrics: MetricsMap, frozen: Collection[str], param_states: PyTree
+    self, metrics: MetricsMap, frozen: Collection[str], stored: Mapping[str, str]
   ) -> Callable[[Params], Params] | None:
     """Return a function from the parameters after an update to those of the new state; by default None, no change.
 
     Args:
       metrics: metrics of the step.
-      frozen: '/'-joined paths of parameters that are not trained. In them, in `param_states` and in the argument of the
+      frozen: '/'-joined paths of parameters that are not trained. In them, in `stored` and in the argument of the
         function equal layers may be stacked, see `layer_stacks`.
-      param_states: state of the optimizer, without the step.
+      stored: see `OptimizerDef.stored_params`.
     """
-    del metrics, frozen, param_states
+    del metrics, frozen, stored
     return None
 
   @abc.abstractmethod
@@ -443,12 +442,11 @@ class BaseTransformerModel(BaseModel):
       return {}
     return adapters.metrics_of_gradients(grads, params_axes)
 
-  def params_constraint(self, metrics, frozen, param_states):
+  def params_constraint(self, metrics, frozen, stored):
     """See base class; QK-clip if the network's configuration has its threshold."""
     config = qk_clip.config_of(self.module)
     if config is None:
       return None
-    stored = state_hooks.stored_params_of(param_states)
     return lambda params: qk_clip.clip(params, config, metrics, frozen, stored)
 
   def _initialize(self, rng: Array, *args: Any, **options: Any) -> tuple[Any, dict[str, Any]]:

@@ -76,7 +76,7 @@ def clip(
     config: configuration with a threshold.
     metrics: metrics of the step, with those of `metrics_of_scores`.
     frozen: '/'-joined paths of parameters that are not trained.
-    stored: paths of parameters that the next update computes from stored ones, with the name of their optimizer.
+    stored: see `OptimizerDef.stored_params`.
 
   Raises:
     ConfigError: the metrics are missing; a query or key kernel is not trained, has an adapter, or is not scaled for

@@ -311,7 +311,7 @@ def test_only_training_steps_read_scores():
   # Maxima over keys and over queries and rows, in the functions of the two kinds of layers.
   assert counts[0] > counts[1]
   assert qk_clip.CLIPPED_HEADS not in jax.eval_shape(off.loss_fn, state.params, _BATCH, rng)[1]
-  assert off.params_constraint({}, frozenset(), state.param_states) is None
+  assert off.params_constraint({}, frozenset(), {}) is None
   for method in ('eval_fn', 'score_batch', 'predict_batch'):
     programs = [_program(getattr(model, method), state.params, _BATCH) for model in (on, off)]
     assert programs[0] == programs[1], method

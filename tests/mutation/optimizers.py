@@ -414,6 +414,13 @@ MUTANTS = (
     'tests/optimizers/shampoo/test_root_plan.py::test_spread_roots_of_shares_are_computed_once',
   ),
   Mutant(
+    'copies_are_told_by_the_first_dim',
+    't5x_lite/optimizers/shampoo/state.py',
+    'if count % num_devices:',
+    'if jax.tree.leaves(stack)[0].shape[0] % num_devices or count < 0:',
+    'tests/optimizers/shampoo/test_sharded.py::test_copies_of_all_layers_and_experts_are_counted',
+  ),
+  Mutant(
     'units_are_not_told_by_the_axes',
     't5x_lite/optimizers/optax_adapter/calls.py',
     'units=UnitsByPath(axes)',
@@ -429,7 +436,7 @@ MUTANTS = (
   ),
   Mutant(
     'experts_are_no_units',
-    't5x_lite/optimizers/axes/units.py',
+    't5x_lite/layer_stacks.py',
     "BATCH_AXES = ('layers', 'stack', 'expert')",
     "BATCH_AXES = ('layers', 'stack')",
     'tests/optimizers/test_layouts.py::test_updates_are_equal_in_each_layout[lars-experts]',

@@ -62,7 +62,7 @@ MUTANTS = (
   Mutant(
     'adapters_count_by_array',
     't5x_lite/adapters/gradients.py',
-    'if name not in kernels.KERNELS_AXES',
+    'if name not in BATCH_AXES',
     'if True',
     'tests/adapters/test_gradients.py::test_each_expert_of_each_layer_counts',
   ),

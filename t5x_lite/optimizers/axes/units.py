@@ -17,10 +17,9 @@ import numpy as np
 
 from t5x_lite import layer_stacks
 from t5x_lite import tree_utils
+from t5x_lite.layer_stacks import BATCH_AXES
 from t5x_lite.types import Array, LogicalAxes
 
-# Logical axes of dims whose indices number separate arrays.
-BATCH_AXES = ('layers', 'stack', 'expert')
 # Logical axes of adjacent dims that are one dim in the layout 't5', with the name of that dim.
 _JOINED_AXES: Mapping[tuple[str | None, str | None], str] = {('heads', 'kv'): 'joined_kv'}
 

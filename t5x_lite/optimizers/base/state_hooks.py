@@ -8,7 +8,8 @@ part of a partition. Every optimizer that contains a state of a registered class
 * the reason why the trainer does not support the state;
 * the count at which the next update evaluates its learning-rate schedule;
 * a field that a resumed run may have although its checkpoint lacks it, and the reverse;
-* the parameters that updates compute from stored ones, so that changes between updates are lost.
+* the parameters that updates compute from stored ones, so that changes between updates are lost;
+* lines for the log about the arrays of a state.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,6 +48,7 @@ class _Hooks:
   added_fn: Callable[[Any], PyTree] | None = None
   stored_params_fn: Callable[[Any], PyTree] | None = None
   stored_by: str = ''
+  describe_fn: Callable[[Any], list[str]] | None = None
 
 
 _HOOKS: dict[type, _Hooks] = {}
@@ -122,6 +124,26 @@ def register_optional_field(
     added_fn: from the field's shapes to its values, NumPy arrays, in a run whose checkpoint lacks it.
   """
   _register(state_class, optional_field=field, added_fn=added_fn)
+
+
+def register_description(state_class: type, describe_fn: Callable[[Any], list[str]]) -> None:
+  """Register lines for the log about the arrays of a state, which is logged when their axes are derived.
+
+  Args:
+    state_class: class of the state.
+    describe_fn: from a state, or its shapes, to lines. Arrays of layers and experts that are updated as arrays of their
+      own have their dims in front, see `axes.units`.
+  """
+  _register(state_class, describe_fn=describe_fn)
+
+
+def descriptions_of(param_states: PyTree) -> list[str]:
+  """Return the lines about the arrays of all states in `param_states`, see `register_description`."""
+  lines = []
+  for state, hooks in _states(param_states):
+    if hooks.describe_fn is not None:
+      lines += hooks.describe_fn(state)
+  return lines
 
 
 def optional_states(param_states: PyTree) -> dict[str, dict[str, Any]]:
@@ -228,11 +250,7 @@ def schedule_count_of(param_states: PyTree) -> jax.Array | None:
 
 
 def stored_params_of(param_states: PyTree) -> dict[str, str]:
-  """Return the parameters that updates compute from stored ones, so that a change after an update is lost.
-
-  Returns:
-    '/'-joined path of a parameter to the name of the optimizer.
-  """
+  """Return the parameters that updates compute from stored ones; see `OptimizerDef.stored_params`."""
   found = {}
   for state, hooks in _states(param_states):
     if hooks.stored_params_fn is not None:
