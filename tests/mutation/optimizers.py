@@ -421,6 +421,13 @@ MUTANTS = (
     'tests/optimizers/shampoo/test_sharded.py::test_copies_of_all_layers_and_experts_are_counted',
   ),
   Mutant(
+    'norms_are_those_of_joined_dims',
+    't5x_lite/optimizers/optax_adapter/per_unit.py',
+    'units_by_path.without_joined_dims())',
+    'units_by_path)',
+    'tests/optimizers/optax_adapter/test_per_unit.py::test_norms_of_layers_need_no_transposed_copies',
+  ),
+  Mutant(
     'units_are_not_told_by_the_axes',
     't5x_lite/optimizers/optax_adapter/calls.py',
     'units=UnitsByPath(axes)',
