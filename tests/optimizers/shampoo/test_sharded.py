@@ -199,14 +199,14 @@ def test_copies_of_the_plain_mode_are_logged_once(shape, options, is_told, caplo
 def test_copies_of_all_layers_and_experts_are_counted(caplog):
   wrapper.log_once.cache_clear()
   axes = {'experts': P('expert', 'embed', 'layers', 'mlp'), 'single': P('embed', 'mlp')}
-  # Two matrices [8, 8] for each block, in stacks of three for each of 20 units, and in stacks of eight.
-  params = {'experts': jnp.ones([5, 24, 4, 8]), 'single': jnp.ones([64, 8])}
+  # Two matrices [8, 8] for each block, in stacks of three for each of 32 units, and in stacks of eight.
+  params = {'experts': jnp.ones([8, 24, 4, 8]), 'single': jnp.ones([64, 8])}
   definition = optimizers.distributed_shampoo(block_size=8).with_param_axes(axes, params)
   optimizer = jax.eval_shape(lambda: definition.create(params))
   with caplog.at_level('INFO'):
     definition.derive_logical_axes(optimizer, axes)
   (line,) = [record.getMessage() for record in caplog.records if 'Shampoo' in record.getMessage()]
-  copied = 20 * 6
+  copied = 32 * 6
   total = copied + 16
   num_bytes = 2 * total * 8 * 8 * 4  # statistics and preconditioners
   assert f'{copied / total:.0%} of the matrices ({num_bytes / 2**30:.3g} GiB)' in line
