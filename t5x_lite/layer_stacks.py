@@ -22,6 +22,8 @@ from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
 
 PyTree = Any
+# Logical axes of dims whose indices number separate arrays, of layers or experts.
+BATCH_AXES = ('layers', 'stack', 'expert')
 _PREFIX = 'layers_'
 # (name of a stack, its layers that are stacked).
 _Group = tuple[str, tuple[int, ...]]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from t5x_lite import layer_stacks
 from t5x_lite import tree_utils
-from t5x_lite.adapters import kernels
+from t5x_lite.layer_stacks import BATCH_AXES
 from t5x_lite.layers.low_rank import LORA_A
 from t5x_lite.layers.low_rank import LORA_B
 from t5x_lite.types import Array, ArrayLike, PyTree
@@ -73,5 +73,5 @@ def metrics_of_gradients(grads: PyTree, params_axes: Mapping[str, Any]) -> dict[
 def _any_by_adapter(grad: Array, axes: tuple[str | None, ...]) -> Array:
   """Return bool [adapters], whether the array of each kernel has a number other than 0."""
   num_stacked = grad.ndim - len(axes)
-  dims = [num_stacked + dim for dim, name in enumerate(axes) if name not in kernels.KERNELS_AXES]
+  dims = [num_stacked + dim for dim, name in enumerate(axes) if name not in BATCH_AXES]
   return jnp.any(grad != 0, axis=dims).reshape(-1)

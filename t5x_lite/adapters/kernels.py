@@ -10,6 +10,7 @@ from t5x_lite import checks
 from t5x_lite import tree_utils
 from t5x_lite.adapters import merging
 from t5x_lite.errors import ConfigError, T5xLiteError
+from t5x_lite.layer_stacks import BATCH_AXES
 from t5x_lite.layers import low_rank
 
 # Name of the kernels of projections.
@@ -22,8 +23,6 @@ TARGET_SETS: Mapping[str, str] = {
   'attention': r'attention/(query|key|value|out)/kernel$',
   'all': '',
 }
-# Logical axes of dims that number kernels: an adapter has an A and a B for each of them.
-KERNELS_AXES = ('expert', 'layers', 'stack')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,8 @@ class Kernel:
     Raises:
       ConfigError: the dims of input and output are unknown.
     """
-    sides = [name for name in axes if name not in KERNELS_AXES]
+    # An adapter has an A and a B for each layer and expert.
+    sides = [name for name in axes if name not in BATCH_AXES]
     roles = ''
     if len(sides) == 2:
       roles = 'io'
@@ -64,7 +64,7 @@ class Kernel:
         "last is 'embed', and dims of experts and layers. Narrow the targets."
       )
     remaining = iter(roles)
-    dims = ['s' if name in KERNELS_AXES else next(remaining) for name in axes]
+    dims = ['s' if name in BATCH_AXES else next(remaining) for name in axes]
     return cls(path=path, shape=tuple(shape), axes=tuple(axes), dims=''.join(dims))
 
   @property

@@ -97,16 +97,17 @@ class BaseModel(subclassing.WithFeatureConverter, abc.ABC):
     return {}
 
   def params_constraint(
-    self, metrics: MetricsMap, frozen: Collection[str]
+    self, metrics: MetricsMap, frozen: Collection[str], stored: Mapping[str, str]
   ) -> Callable[[Params], Params] | None:
     """Return a function from the parameters after an update to those of the new state; by default None, no change.
 
     Args:
       metrics: metrics of the step.
-      frozen: '/'-joined paths of parameters that are not trained. In them and in the argument of the function equal
-        layers may be stacked, see `layer_stacks`.
+      frozen: '/'-joined paths of parameters that are not trained. In them, in `stored` and in the argument of the
+        function equal layers may be stacked, see `layer_stacks`.
+      stored: see `OptimizerDef.stored_params`.
     """
-    del metrics, frozen
+    del metrics, frozen, stored
     return None
 
   @abc.abstractmethod
@@ -451,12 +452,12 @@ class BaseTransformerModel(BaseModel):
       return {}
     return adapters.metrics_of_gradients(grads, params_axes)
 
-  def params_constraint(self, metrics, frozen):
+  def params_constraint(self, metrics, frozen, stored):
     """See base class; QK-clip if the network's configuration has its threshold."""
     config = qk_clip.config_of(self.module)
     if config is None:
       return None
-    return lambda params: qk_clip.clip(params, config, metrics, frozen)
+    return lambda params: qk_clip.clip(params, config, metrics, frozen, stored)
 
   def _initialize(self, rng: Array, *args: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
     """Return (output of the network, its new variables with those of the adapter).

@@ -63,7 +63,11 @@ class ClippedHeads(MaxScore):
 
 
 def clip(
-  params: Params, config: StackConfig, metrics: Mapping[str, Any], frozen: Collection[str]
+  params: Params,
+  config: StackConfig,
+  metrics: Mapping[str, Any],
+  frozen: Collection[str],
+  stored: Mapping[str, str],
 ) -> Params:
   """Return the parameters after an update with scaled query and key kernels.
 
@@ -72,9 +76,11 @@ def clip(
     config: configuration with a threshold.
     metrics: metrics of the step, with those of `metrics_of_scores`.
     frozen: '/'-joined paths of parameters that are not trained.
+    stored: see `OptimizerDef.stored_params`.
 
   Raises:
-    ConfigError: the metrics are missing, or a query or key kernel is not trained or has an adapter.
+    ConfigError: the metrics are missing; a query or key kernel is not trained, has an adapter, or is not scaled for
+      longer than a step.
   """
   if CLIPPED_HEADS not in metrics:
     raise _invalid(config, 'None for a model without scores of attention')
@@ -94,6 +100,8 @@ def clip(
       return param
     if path in frozen or f'{attention}/{name}/{LORA_A}' in paths:
       raise _invalid(config, f'None if {path} is frozen or has an adapter')
+    if path in stored:
+      raise _invalid(config, f'None if {stored[path]} trains {path}, whose next update undoes it')
     # [layers, heads]; one layer if none are stacked.
     factor = factors[jnp.array(rows)]
     if param.ndim - layer_stacks.is_stacked(path) == 2:

@@ -551,7 +551,10 @@ def train_with_lr(
   others = {name: known[name] for name in train_state.optimizer_def.extra_args}
   if mutables:
     others['flax_mutables'] = mutables
-  constraint_fn = model.params_constraint(metrics, step_params.frozen)
+  stored = train_state.optimizer_def.stored_params(
+    OptimizerState(train_state.step, train_state.param_states)
+  )
+  constraint_fn = model.params_constraint(metrics, step_params.frozen, stored)
   if constraint_fn is not None:
     others['constraint_fn'] = constraint_fn
   if (options := train_state.optimizer_def.update_options).stochastic_rounding:

@@ -149,7 +149,8 @@ def test_into_the_other_layout(variables, states, name, tmp_path):
     ):
       checkpoints.restore_checkpoint(path, wanted.state_dict(), transformation_fns=fns)
     with pytest.raises(
-      errors.CheckpointError, match='Keep the param_layout .* in another MODEL_DIR, restore with'
+      errors.CheckpointError,
+      match='Keep the param_layout .* = the MODEL_DIR of this run, mode = .latest',
     ):
       checkpoints.restore_checkpoint(
         path, wanted.state_dict(), transformation_fns=fns, is_resuming=True

@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from t5x_lite import adapters
@@ -255,8 +256,22 @@ def test_scores_that_are_not_finite_leave_kernels_as_they_are():
   }
   params = {'a': {'query': {'kernel': jnp.ones([1, 6])}}}
   config = _config(qk_clip_threshold=2.0)
-  clipped = qk_clip.clip(params, config, metrics, frozen=())
+  clipped = qk_clip.clip(params, config, metrics, frozen=(), stored={})
   np.testing.assert_array_equal(clipped['a']['query']['kernel'], [[0.5, 0.5, 1, 1, 1, 1]])
+
+
+@pytest.mark.parametrize('excess, is_scaled', [(1.003, False), (1.02, True)])
+def test_factors_near_1_are_lost_in_bfloat16(excess, is_scaled):
+  """A factor above 1 - 2**-9 is less than half of the spacing from any number."""
+  scores = jnp.array([[2.0 * excess]])
+  metrics = {
+    qk_clip.CLIPPED_HEADS: qk_clip.ClippedHeads(scores=scores, paths=('a',), threshold=2.0)
+  }
+  kernel = jnp.linspace(-2.0, 2.0, 64, dtype=jnp.bfloat16)[None]
+  params = {'a': {'query': {'kernel': kernel}}}
+  config = _config(qk_clip_threshold=2.0)
+  clipped = qk_clip.clip(params, config, metrics, frozen=(), stored={})
+  assert bool(jnp.any(clipped['a']['query']['kernel'] != kernel)) == is_scaled
 
 
 def test_averages_are_those_of_clipped_parameters():
@@ -296,7 +311,7 @@ def test_only_training_steps_read_scores():
   # Maxima over keys and over queries and rows, in the functions of the two kinds of layers.
   assert counts[0] > counts[1]
   assert qk_clip.CLIPPED_HEADS not in jax.eval_shape(off.loss_fn, state.params, _BATCH, rng)[1]
-  assert off.params_constraint({}, frozenset()) is None
+  assert off.params_constraint({}, frozenset(), {}) is None
   for method in ('eval_fn', 'score_batch', 'predict_batch'):
     programs = [_program(getattr(model, method), state.params, _BATCH) for model in (on, off)]
     assert programs[0] == programs[1], method
@@ -316,6 +331,44 @@ def _custom_attention(stack, layer):
   return functools.partial(t5.t5_attention, block=layers.MultiHeadDotProductAttention)
 
 
+def _shapes_of_step(model):
+  """Trace a step."""
+  state = _state(model)
+  step_params = train_step.step_params_of(
+    state, train_step.StepParams(), layer_stacks.LayerStacks(), model.adapter
+  )
+  step = functools.partial(
+    train_step.train_with_lr,
+    model=model,
+    num_microbatches=None,
+    dropout_rng=None,
+    step_params=step_params,
+  )
+  return jax.eval_shape(step, state, _BATCH, jnp.float32(_RATE))
+
+
+def _sam(**options):
+  return optimizers.sam(optimizers.sgd(), optax.sgd(0.1), **options)
+
+
+@pytest.mark.parametrize(
+  'optimizer_def',
+  [
+    _sam(opaque_mode=True),
+    optimizers.MultiOptimizer(
+      [
+        ('(query|key)/kernel$', optimizers.sgd()),
+        ('^(?!.*(query|key)/kernel$)', optimizers.mechanize(optimizers.sgd())),
+      ]
+    ),
+  ],
+  ids=['sam in opaque_mode', 'mechanize for others'],
+)
+def test_optimizers_that_keep_the_scaling_are_accepted(optimizer_def):
+  metrics = _shapes_of_step(_model(optimizer_def))[1]
+  assert qk_clip.CLIPPED_HEADS in metrics
+
+
 @pytest.mark.parametrize(
   'case, message',
   [
@@ -324,6 +377,10 @@ def _custom_attention(stack, layer):
     ('trained base', r'must be None if \S+/query/kernel is frozen or has an adapter'),
     ('own loss', 'must be None for a model without scores of attention'),
     ('own attention', 'must be None with a custom attention_fn'),
+    ('mechanize', r'must be None if mechanize trains \S+/key/kernel, whose next update undoes it'),
+    ('cocob', r'must be None if cocob trains \S+/key/kernel, whose next update undoes it'),
+    ('sam', r'must be None if sam without opaque_mode trains \S+/key/kernel, whose next update'),
+    ('part', r'must be None if mechanize trains encoder/\S+/key/kernel, whose next update'),
   ],
 )
 def test_what_cannot_be_clipped_is_rejected_before_the_first_step(case, message):
@@ -340,20 +397,20 @@ def test_what_cannot_be_clipped_is_rejected_before_the_first_step(case, message)
     ),
     'own loss': lambda: _OwnLoss(_model().module, _VOCABULARY, _VOCABULARY, optimizers.sgd()),
     'own attention': lambda: _model(network_fields={'attention_fn': _custom_attention}),
+    'mechanize': lambda: _model(optimizers.mechanize(optimizers.sgd())),
+    'cocob': lambda: _model(optimizers.chain([optimizers.cocob()]), scan_layers=True),
+    'sam': lambda: _model(_sam()),
+    'part': lambda: _model(
+      optimizers.MultiOptimizer(
+        [
+          ('^encoder/', optimizers.mechanize(optimizers.sgd())),
+          ('^(?!encoder/)', optimizers.sgd()),
+        ]
+      )
+    ),
   }[case]()
-  state = _state(model)
-  step_params = train_step.step_params_of(
-    state, train_step.StepParams(), layer_stacks.LayerStacks(), model.adapter
-  )
-  step = functools.partial(
-    train_step.train_with_lr,
-    model=model,
-    num_microbatches=None,
-    dropout_rng=None,
-    step_params=step_params,
-  )
   with pytest.raises(ConfigError, match=message) as error:
-    jax.eval_shape(step, state, _BATCH, jnp.float32(_RATE))
+    _shapes_of_step(model)
   assert str(error.value).endswith('got 2.1. Set it to None.')
   assert '`T5Config.qk_clip_threshold`' in str(error.value)
 

@@ -414,6 +414,20 @@ MUTANTS = (
     'tests/optimizers/shampoo/test_root_plan.py::test_spread_roots_of_shares_are_computed_once',
   ),
   Mutant(
+    'copies_are_told_by_the_first_dim',
+    't5x_lite/optimizers/shampoo/state.py',
+    'if count % num_devices:',
+    'if jax.tree.leaves(stack)[0].shape[0] % num_devices or count < 0:',
+    'tests/optimizers/shampoo/test_sharded.py::test_copies_of_all_layers_and_experts_are_counted',
+  ),
+  Mutant(
+    'norms_are_those_of_joined_dims',
+    't5x_lite/optimizers/optax_adapter/per_unit.py',
+    'units_by_path.without_joined_dims())',
+    'units_by_path)',
+    'tests/optimizers/optax_adapter/test_per_unit.py::test_norms_of_layers_need_no_transposed_copies',
+  ),
+  Mutant(
     'units_are_not_told_by_the_axes',
     't5x_lite/optimizers/optax_adapter/calls.py',
     'units=UnitsByPath(axes)',
@@ -429,7 +443,7 @@ MUTANTS = (
   ),
   Mutant(
     'experts_are_no_units',
-    't5x_lite/optimizers/axes/units.py',
+    't5x_lite/layer_stacks.py',
     "BATCH_AXES = ('layers', 'stack', 'expert')",
     "BATCH_AXES = ('layers', 'stack')",
     'tests/optimizers/test_layouts.py::test_updates_are_equal_in_each_layout[lars-experts]',
@@ -493,9 +507,16 @@ MUTANTS = (
   Mutant(
     'the_remedy_of_another_state_names_no_mode',
     't5x_lite/checkpoints/restoring/transforms.py',
-    "mode = 'specific', assignment_map = ",
-    'assignment_map = ',
-    'tests/apps/train/test_optimizers_of_runs.py::test_a_state_of_stacked_layers_of_an_earlier_version_names_what_to_do',
+    "mode = '{mode}', ",
+    '',
+    'tests/apps/train/test_optimizers_of_runs.py::test_options_of_an_error_start_another_run[earlier novograd]',
+  ),
+  Mutant(
+    'the_remedy_of_another_layout_names_no_mode',
+    't5x_lite/checkpoints/restoring/transforms.py',
+    'the MODEL_DIR of this run", "latest")',
+    'the MODEL_DIR of this run", "specific")',
+    'tests/apps/train/test_optimizers_of_runs.py::test_options_of_an_error_start_another_run[sm3, t5]',
   ),
   Mutant(
     'muon_orthogonalizes_embeddings',
@@ -552,6 +573,20 @@ MUTANTS = (
     "if options['weight_decay_mask'] is not None:",
     "if options['weight_decay_mask'] is False:",
     'tests/optimizers/muon_rule/test_optimizer.py::test_layers_are_stacked_unless_a_mask_may_tell_them_apart',
+  ),
+  Mutant(
+    'muon_accepts_a_mask_without_weight_decay',
+    't5x_lite/optimizers/muon_rule/optimizer.py',
+    'if weight_decay_mask is not None and not has_decay:',
+    'if weight_decay_mask is not None and has_decay is None:',
+    'tests/optimizers/muon_rule/test_optimizer.py::test_a_mask_without_weight_decay_is_rejected',
+  ),
+  Mutant(
+    'muon_does_not_name_its_arrays',
+    't5x_lite/optimizers/muon_rule/choice.py',
+    'if chosen:',
+    'if not chosen:',
+    'tests/optimizers/muon_rule/test_choice.py::test_the_choice_is_logged_once',
   ),
   Mutant(
     'restored_coefficients_hide_the_option',

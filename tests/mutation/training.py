@@ -76,7 +76,7 @@ MUTANTS = (
   Mutant(
     'adapters_count_by_array',
     't5x_lite/adapters/gradients.py',
-    'if name not in kernels.KERNELS_AXES',
+    'if name not in BATCH_AXES',
     'if True',
     'tests/adapters/test_gradients.py::test_each_expert_of_each_layer_counts',
   ),
@@ -982,6 +982,20 @@ MUTANTS = (
     'jnp.maximum(self.scores, other.scores)',
     'other.scores',
     'tests/models/test_qk_clip.py::test_metrics_of_several_steps_are_those_of_the_largest_scores',
+  ),
+  Mutant(
+    'kernels_that_the_optimizer_restores_are_clipped',
+    't5x_lite/models/qk_clip.py',
+    'if path in stored:',
+    'if path in ():',
+    'tests/models/test_qk_clip.py::test_what_cannot_be_clipped_is_rejected_before_the_first_step',
+  ),
+  Mutant(
+    'all_kernels_of_a_run_with_mechanize_are_rejected',
+    't5x_lite/models/qk_clip.py',
+    'if path in stored:',
+    'if stored:',
+    'tests/models/test_qk_clip.py::test_optimizers_that_keep_the_scaling_are_accepted',
   ),
   Mutant(
     'averages_are_those_of_parameters_before_the_clip',

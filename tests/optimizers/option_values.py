@@ -38,6 +38,7 @@ _TOGETHER = {
   ('Adafactor', 'weight_decay_rate_lr_exponent'): {'weight_decay_rate': 0.1},
   ('adafactor', 'dtype_momentum'): {'momentum': 0.9},
   ('distributed_shampoo', 'clip_by_scaled_gradient_norm'): {'graft_type': 'RMSPROP'},
+  ('muon', 'weight_decay_mask'): {'weight_decay': 0.1},
   ('sgd', 'accumulator_dtype'): {'momentum': 0.9},
   ('sgd', 'nesterov'): {'momentum': 0.9},
   ('rmsprop', 'nesterov'): {'momentum': 0.9},

@@ -29,6 +29,10 @@ StateDict = Mapping[str, Any]
 _NUM_NAMES_SHOWN = 3
 # Parts of a state: a target state without any array of a part ignores that part of a stored state.
 _SECTIONS = ('state/param_states', 'state', 'flax_mutables', 'param_average')
+# Options of `RestoreCheckpointConfig` for a new state of the optimizer, as in docs/optimizers.md.
+_NEW_OPTIMIZER_OPTIONS = (
+  f"assignment_map = [('{_SECTIONS[0]}.*', None)] and fallback_to_scratch = True"
+)
 
 
 class RestoreStateTransformationFn(Protocol):
@@ -333,13 +337,17 @@ def convert_param_trees(
       if stuck and any(name.startswith('state/param_states/') for name in wanted):
         # A run that resumes ignores assignment_map.
         if is_resuming:
-          where = 'Keep the param_layout of this run; or, in another MODEL_DIR, r'
+          remedy = (
+            'Keep the param_layout of this run, or start another run in another MODEL_DIR with its parameters: '
+            f'{_without_optimizer("the MODEL_DIR of this run", "latest")}.'
+          )
         else:
-          where = 'R'
+          remedy = (
+            f'To begin with a new state, set RestoreCheckpointConfig.{_NEW_OPTIMIZER_OPTIONS}.'
+          )
         raise errors.CheckpointError(
           f'Optimizer state whose shapes differ from those of the parameters cannot be converted to another '
-          f"param_layout: {first_names(stuck)}. {where}estore with assignment_map=[('state/param_states.*', None)], "
-          'which initialises the optimizer.'
+          f'param_layout: {first_names(stuck)}. {remedy}'
         )
     return result
 
@@ -422,8 +430,7 @@ def check_fit(
     lines.append(
       'Only the state of the optimizer differs. It was saved with other options, or, of layers and experts in one '
       'array, before each of them was updated as an array of its own. Start another run in another MODEL_DIR with its '
-      f"parameters: RestoreCheckpointConfig.path = {str(where)!r}, mode = 'specific', assignment_map = "
-      f"[('{_SECTIONS[0]}.*', None)] and fallback_to_scratch = True."
+      f'parameters: {_without_optimizer(repr(str(where)), "specific")}.'
     )
   else:
     lines += _expert_hints(stored, wanted, misshapen)
@@ -439,6 +446,11 @@ def check_fit(
         ' A training run that resumes ignores these options: start another run in another MODEL_DIR.'
       )
   raise errors.CheckpointError('\n'.join(lines))
+
+
+def _without_optimizer(path: str, mode: str) -> str:
+  """Return the options that restore the parameters at a path, in words or quoted, and a new state of the optimizer."""
+  return f"RestoreCheckpointConfig.path = {path}, mode = '{mode}', {_NEW_OPTIMIZER_OPTIONS}"
 
 
 def is_of_adapter(name: str) -> bool:

@@ -20,7 +20,7 @@ import flax.core
 from t5x_lite import checks
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, did_you_mean
-from t5x_lite.optimizers.axes.units import BATCH_AXES
+from t5x_lite.layer_stacks import BATCH_AXES
 from t5x_lite.types import PyTree
 
 

@@ -17,10 +17,9 @@ import numpy as np
 
 from t5x_lite import layer_stacks
 from t5x_lite import tree_utils
+from t5x_lite.layer_stacks import BATCH_AXES
 from t5x_lite.types import Array, LogicalAxes
 
-# Logical axes of dims whose indices number separate arrays.
-BATCH_AXES = ('layers', 'stack', 'expert')
 # Logical axes of adjacent dims that are one dim in the layout 't5', with the name of that dim.
 _JOINED_AXES: Mapping[tuple[str | None, str | None], str] = {('heads', 'kv'): 'joined_kv'}
 
@@ -76,6 +75,11 @@ class Units:
     """Logical axis names of the result of `split`."""
     return PartitionSpec(*self.batch_axes, *self.unit_axes)
 
+  def with_single_dims(self) -> 'Units':
+    """Return the units whose dims are those of the array, without joined ones."""
+    dims = [dim for group in self.groups for dim in group]
+    return dataclasses.replace(self, groups=tuple((dim,) for dim in dims))
+
   def split(self, array: Array) -> Array:
     """Return [*batch_shape, *unit_shape], given an array of the shape `shape`."""
     return jnp.transpose(array, self._order).reshape(*self.batch_shape, *self.unit_shape)
@@ -113,13 +117,15 @@ def units_of(shape: Sequence[int], axes: Sequence[str | None]) -> Units:
 class UnitsByPath:
   """Units of the parameters of a tree, also of one whose layers are stacked; without axes each array is its unit."""
 
-  def __init__(self, param_logical_axes: LogicalAxes | None = None):
+  def __init__(self, param_logical_axes: LogicalAxes | None = None, *, joins_dims: bool = True):
     """Read the axes.
 
     Args:
       param_logical_axes: `PartitionSpec` of logical names for each parameter of the tree with a subtree per layer; None
         if they are unknown.
+      joins_dims: whether dims that are one dim in the layout 't5' are joined.
     """
+    self._joins_dims = joins_dims
     self._axes = {}
     if param_logical_axes is not None:
       self._axes = dict(tree_utils.named_leaves(param_logical_axes))
@@ -141,7 +147,16 @@ class UnitsByPath:
     axes = (*axes, *(None,) * (len(shape) - is_stacked - len(axes)))
     if is_stacked:
       axes = ('layers', *axes)
-    return units_of(shape, axes)
+    units = units_of(shape, axes)
+    if self._joins_dims:
+      return units
+    return units.with_single_dims()
+
+  def without_joined_dims(self) -> 'UnitsByPath':
+    """Return the units with the dims of the arrays, for which joining and dividing need no copies."""
+    units = UnitsByPath(joins_dims=False)
+    units._axes = self._axes
+    return units
 
 
 def _name_of(names: Sequence[str | None]) -> str | None:

@@ -270,6 +270,18 @@ class OptimizerDef(abc.ABC):
     del state
     return params
 
+  def stored_params(self, state: OptimizerState) -> dict[str, str]:
+    """Return the parameters that updates compute from stored ones, so that a change after an update is lost.
+
+    Args:
+      state: the state; leaves may be shapes.
+
+    Returns:
+      '/'-joined path of a parameter to the name of its optimizer.
+    """
+    del state
+    return {}
+
   def frozen_paths(self, params: Params, state: OptimizerState) -> frozenset[str]:
     """Return the '/'-joined paths of parameters that updates never change, so that no gradients are computed for them.
 

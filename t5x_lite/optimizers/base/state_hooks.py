@@ -7,7 +7,9 @@ part of a partition. Every optimizer that contains a state of a registered class
 * the parameters for evaluation, if these are not the trained ones;
 * the reason why the trainer does not support the state;
 * the count at which the next update evaluates its learning-rate schedule;
-* a field that a resumed run may have although its checkpoint lacks it, and the reverse.
+* a field that a resumed run may have although its checkpoint lacks it, and the reverse;
+* the parameters that updates compute from stored ones, so that changes between updates are lost;
+* lines for the log about the arrays of a state.
 """
 
 from collections.abc import Callable, Mapping
@@ -44,6 +46,9 @@ class _Hooks:
   schedule_count_fn: Callable[[Any], jax.Array] | None = None
   optional_field: str = ''
   added_fn: Callable[[Any], PyTree] | None = None
+  stored_params_fn: Callable[[Any], PyTree] | None = None
+  stored_by: str = ''
+  describe_fn: Callable[[Any], list[str]] | None = None
 
 
 _HOOKS: dict[type, _Hooks] = {}
@@ -119,6 +124,26 @@ def register_optional_field(
     added_fn: from the field's shapes to its values, NumPy arrays, in a run whose checkpoint lacks it.
   """
   _register(state_class, optional_field=field, added_fn=added_fn)
+
+
+def register_description(state_class: type, describe_fn: Callable[[Any], list[str]]) -> None:
+  """Register lines for the log about the arrays of a state, which is logged when their axes are derived.
+
+  Args:
+    state_class: class of the state.
+    describe_fn: from a state, or its shapes, to lines. Arrays of layers and experts that are updated as arrays of their
+      own have their dims in front, see `axes.units`.
+  """
+  _register(state_class, describe_fn=describe_fn)
+
+
+def descriptions_of(param_states: PyTree) -> list[str]:
+  """Return the lines about the arrays of all states in `param_states`, see `register_description`."""
+  lines = []
+  for state, hooks in _states(param_states):
+    if hooks.describe_fn is not None:
+      lines += hooks.describe_fn(state)
+  return lines
 
 
 def optional_states(param_states: PyTree) -> dict[str, dict[str, Any]]:
@@ -224,6 +249,16 @@ def schedule_count_of(param_states: PyTree) -> jax.Array | None:
   return next(counts, None)
 
 
+def stored_params_of(param_states: PyTree) -> dict[str, str]:
+  """Return the parameters that updates compute from stored ones; see `OptimizerDef.stored_params`."""
+  found = {}
+  for state, hooks in _states(param_states):
+    if hooks.stored_params_fn is not None:
+      paths = (path for path, _ in tree_utils.named_leaves(hooks.stored_params_fn(state)))
+      found |= dict.fromkeys(paths, hooks.stored_by)
+  return found
+
+
 def unsupported_reason_of(param_states: PyTree) -> str | None:
   """Return why the trainer cannot train with these states, None if it can."""
   if _is_only_plateau(param_states):
@@ -288,6 +323,19 @@ for _state_class in (
 register_schedule_count(optax.contrib.ScheduleFreeState, lambda state: state.step_count)
 register_eval_params(optax.contrib.ScheduleFreeState, _schedule_free_average)
 register_eval_params(optax.contrib.SAMState, _params_between_perturbations)
+_register(
+  optax.contrib.COCOBState,
+  stored_params_fn=lambda state: state.init_particles,
+  stored_by='cocob',
+)
+_register(
+  optax.contrib.MechanicState, stored_params_fn=lambda state: state.x0, stored_by='mechanize'
+)
+_register(
+  optax.contrib.SAMState,
+  stored_params_fn=lambda state: state.cache,  # None in opaque_mode
+  stored_by='sam without opaque_mode',
+)
 _register(
   optax.contrib.DifferentiallyPrivateAggregateState,
   unsupported_reason='differentially private aggregation (dpsgd) clips the gradient of each example, and the trainer '

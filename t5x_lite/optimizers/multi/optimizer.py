@@ -253,6 +253,13 @@ class MultiOptimizer(definition.OptimizerDef):
       )
     return frozenset(leaves) - changed
 
+  def stored_params(self, state: definition.OptimizerState) -> dict[str, str]:
+    """See base class; those of all parts."""
+    found = {}
+    for part in self._parts(state):
+      found |= part.optimizer_def.stored_params(part.state)
+    return found
+
   def unsupported_reason(self, state: definition.OptimizerState) -> str | None:
     """See base class; the reason of the first part that has one."""
     for part in self._parts(state):

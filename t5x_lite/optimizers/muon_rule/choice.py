@@ -10,6 +10,7 @@ from typing import Any
 from t5x_lite import checks
 from t5x_lite import layer_stacks
 from t5x_lite import tree_utils
+from t5x_lite.formatting import first_names
 from t5x_lite.optimizers.axes.units import Units
 from t5x_lite.optimizers.axes.units import UnitsByPath
 from t5x_lite.types import LogicalAxes, PyTree
@@ -92,9 +93,12 @@ class MatrixChoice:
           "Correct the expression, or name the dims that number layers or experts: 'layers', 'expert'.",
         )
     share = tree_utils.num_elements(dict(chosen)) / max(tree_utils.num_elements(params), 1)
+    names = ''
+    if chosen:
+      names = f' ({first_names([path for path, _ in chosen])})'
     text = (
-      f'Muon orthogonalizes the updates of {len(chosen)} arrays with {share:.1%} of the parameters; AdamW updates '
-      f'{len(named) - len(chosen)} arrays.'
+      f'Muon orthogonalizes the updates of {len(chosen)} arrays{names} with {share:.1%} of the parameters; AdamW '
+      f'updates {len(named) - len(chosen)} arrays.'
     )
     if text not in self._logged:
       self._logged.add(text)

@@ -77,8 +77,8 @@ def muon(
     eps: added to the norm that divides a matrix, and to the root of AdamW's second moment.
     weight_decay: decoupled decay of the matrices, a number or a schedule (Liu et al. 2025, section 2.2,
       https://arxiv.org/abs/2502.16982, for long runs).
-    weight_decay_mask: tree of bools like the parameters, or a function that returns one, True where matrices decay.
-      With a mask layers are not stacked.
+    weight_decay_mask: tree of bools like the parameters, or a function that returns one, True where matrices decay;
+      requires `weight_decay`. With a mask layers are not stacked.
     mu_dtype: dtype of the momenta; None means float32.
     nesterov: h as above (Dozat 2016); False means mu / (1 - beta ** t).
     adaptive: multiply the update of a matrix by sum(h N(h)), the dual norm of h (Bernstein and Newhouse 2024,
@@ -100,12 +100,21 @@ def muon(
       embeddings included, and takes arrays as they are, as `optax.contrib.muon` does and earlier runs did.
 
   Raises:
-    ConfigError: a value out of range; when the state is made, an expression without effect or an array that is not a
-      matrix.
+    ConfigError: a value out of range, or a mask without `weight_decay`; when the state is made, an expression without
+      effect or an array that is not a matrix.
   """
   options = dict(locals())
   scalars.check_learning_rate(learning_rate, choice_lib.OWNER)
   option_checks.check_options(choice_lib.OWNER, options)
+  has_decay = param_scales.has_weight_decay({'weight_decay': weight_decay})
+  if weight_decay_mask is not None and not has_decay:
+    raise checks.invalid(
+      choice_lib.OWNER,
+      'weight_decay_mask',
+      f'None with `{choice_lib.OWNER}.weight_decay` = {weight_decay}, with which it has no effect',
+      weight_decay_mask,
+      f'Set `{choice_lib.OWNER}.weight_decay`, or leave the mask out.',
+    )
   iteration = orthogonalize_lib.Iteration(
     ns_coeffs=ns_coeffs, ns_steps=ns_steps, preconditioning=preconditioning, eps=eps
   )

@@ -6,6 +6,7 @@ They return optax transformations, which `factories` wraps.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 import optax.contrib
 
@@ -143,6 +144,36 @@ def sm3(learning_rate, momentum=0.9):
   return optax.GradientTransformationExtraArgs(
     lambda params: chosen(params).init(params),
     lambda updates, state, params=None, **_: chosen(updates).update(updates, state, params),
+  )
+
+
+def novograd(learning_rate, b1=0.9, b2=0.25, eps=1e-06, eps_root=0.0, weight_decay=0.0):
+  """NovoGrad (Ginsburg et al. 2019, algorithm 1): Adam whose second moment is a number for each array.
+
+  Args:
+    learning_rate: a number or a schedule.
+    b1: decay of the momentum.
+    b2: decay of the second moment.
+    eps: added to the root of the second moment.
+    eps_root: added to the second moment under the root.
+    weight_decay: factor of the parameters that is added to the normalized gradients.
+
+  Returns:
+    The transformation.
+  """
+  scale = optax.scale_by_novograd(b1, b2, eps, eps_root, weight_decay)
+
+  def update(updates, state, params=None):
+    # Optax tells the first update by conditions, to which `jax.vmap` passes transposed arrays, which are copied. A
+    # condition with a known value is removed.
+    results = [scale.update(updates, state._replace(count=count), params) for count in (0, 1)]
+    updates, new_state = jax.tree.map(
+      lambda first, later: jnp.where(state.count == 0, first, later), *results
+    )
+    return updates, new_state._replace(count=optax.safe_increment(state.count))
+
+  return optax.chain(
+    optax.GradientTransformation(scale.init, update), optax.scale_by_learning_rate(learning_rate)
   )
 
 

@@ -35,6 +35,7 @@ from t5x_lite.optimizers.optax_adapter import constructors
 from t5x_lite.optimizers.optax_adapter import option_checks
 from t5x_lite.optimizers.optax_adapter import param_scales
 from t5x_lite.optimizers.optax_adapter.param_scales import Scaling
+from t5x_lite.optimizers.optax_adapter.per_unit import norm_per_unit
 from t5x_lite.optimizers.optax_adapter.per_unit import per_unit
 from t5x_lite.optimizers.optax_adapter.wrapper import OptaxWrapper
 from t5x_lite.optimizers.optax_adapter.wrapper import StackingKeyFn
@@ -439,9 +440,9 @@ adamaxw = _wrap(optax.adamaxw, 'trainer', is_elementwise=True)
 adamw = _wrap(optax.adamw, 'trainer', is_elementwise=True)
 adan = _wrap(optax.adan, 'trainer', is_elementwise=True)
 amsgrad = _wrap(optax.amsgrad, 'trainer', is_elementwise=True)
-fromage = _wrap(optax.fromage, 'trainer', units_fn=per_unit, scaling=_BY_ARGUMENT)
-lamb = _wrap(optax.lamb, 'trainer', units_fn=per_unit)
-lars = _wrap(optax.lars, 'trainer', units_fn=per_unit)
+fromage = _wrap(optax.fromage, 'trainer', units_fn=norm_per_unit, scaling=_BY_ARGUMENT)
+lamb = _wrap(optax.lamb, 'trainer', units_fn=norm_per_unit)
+lars = _wrap(optax.lars, 'trainer', units_fn=norm_per_unit)
 lbfgs = _wrap(
   optax.lbfgs,
   'optimizer',
@@ -451,7 +452,7 @@ lion = _wrap(optax.lion, 'trainer', is_elementwise=True)
 nadam = _wrap(optax.nadam, 'trainer', 'nadam', is_elementwise=True)
 nadamw = _wrap(optax.nadamw, 'trainer', 'nadamw', is_elementwise=True)
 noisy_sgd = _wrap(constructors.noisy_sgd, 'trainer')
-novograd = _wrap(optax.novograd, 'trainer', units_fn=per_unit)
+novograd = _wrap(constructors.novograd, 'trainer', units_fn=norm_per_unit)
 optimistic_adam = _wrap(constructors.optimistic_adam, 'trainer', is_elementwise=True)
 optimistic_adam_v2 = _wrap(optax.optimistic_adam_v2, 'trainer', is_elementwise=True)
 optimistic_gradient_descent = _wrap(

@@ -76,6 +76,20 @@ def per_unit(
   return _with_units(transformation, units_by_path, init, update)
 
 
+def norm_per_unit(
+  transformation: optax.GradientTransformation, units_by_path: UnitsByPath
+) -> optax.GradientTransformationExtraArgs:
+  """Return the result of `per_unit` for a transformation to which the dims of an array do not matter, only its norm.
+
+  Attention kernels keep the dims of heads, which would be moved to be joined.
+
+  Args:
+    transformation: transformation whose update of an array depends on its elements in any order.
+    units_by_path: units of the parameters.
+  """
+  return per_unit(transformation, units_by_path.without_joined_dims())
+
+
 def units_as_layers(
   transformation: optax.GradientTransformation, units_by_path: UnitsByPath
 ) -> optax.GradientTransformationExtraArgs:

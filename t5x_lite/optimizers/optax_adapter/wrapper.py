@@ -8,6 +8,8 @@ the trainer's has no effect on it, as in T5X; a function from a learning rate to
 from collections.abc import Callable, Hashable, Mapping, Sequence
 import copy
 import dataclasses
+import functools
+import logging
 import re
 from typing import Any
 
@@ -434,6 +436,10 @@ class OptaxWrapper(definition.OptimizerDef):
     """Return the parameters for evaluation; see `register_eval_params`."""
     return state_hooks.eval_params_of(params, state.param_states)
 
+  def stored_params(self, state: definition.OptimizerState) -> dict[str, str]:
+    """See base class."""
+    return state_hooks.stored_params_of(state.param_states)
+
   def unsupported_reason(self, state: definition.OptimizerState) -> str | None:
     """See base class; the reason may be a part, for instance one that needs per-example gradients."""
     return self.unsupported_options or state_hooks.unsupported_reason_of(state.param_states)
@@ -448,7 +454,16 @@ class OptaxWrapper(definition.OptimizerDef):
     )
     state_axes = definition.axes_of_state(param_states)
     _axes.check_logical_axes(optimizer.state, state_axes, 'the optax state')
+    for line in state_hooks.descriptions_of(optimizer.state.param_states):
+      log_once(line)
     return optimizer.replace(state=state_axes, target=target_axes)
+
+
+@functools.cache
+def log_once(message: str) -> None:
+  """Log a message, but only once per process."""
+  # Several parts of a program derive the axes of one state.
+  logging.getLogger(__name__).info('%s', message)
 
 
 def _with_learning_rate_argument(

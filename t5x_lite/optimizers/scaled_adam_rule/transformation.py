@@ -17,9 +17,9 @@ import optax
 from t5x_lite import checks
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError
+from t5x_lite.layer_stacks import BATCH_AXES
 from t5x_lite.optimizers.axes import names
 from t5x_lite.optimizers.axes.rules import OptaxStatePartitionRules
-from t5x_lite.optimizers.axes.units import BATCH_AXES
 from t5x_lite.optimizers.base import definition
 from t5x_lite.optimizers.base import scalars
 from t5x_lite.optimizers.base.param_scales import ParamScales

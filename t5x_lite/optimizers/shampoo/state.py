@@ -8,7 +8,6 @@ layers, and the static data are those of a layer.
 
 from collections.abc import Callable, Iterator, Mapping
 import functools
-import logging
 from typing import Any, NamedTuple
 
 from flax import struct
@@ -18,8 +17,10 @@ from jax.sharding import PartitionSpec
 import numpy as np
 import optax
 
+from t5x_lite import tree_utils
 from t5x_lite.optimizers.axes import names
 from t5x_lite.optimizers.axes.rules import OptaxStatePartitionRules
+from t5x_lite.optimizers.base.state_hooks import register_description
 from t5x_lite.optimizers.base.state_hooks import register_schedule_count
 from t5x_lite.optimizers.base.state_hooks import register_state_metrics
 from t5x_lite.optimizers.shampoo.blocks import BlockLayout
@@ -29,8 +30,6 @@ from t5x_lite.optimizers.shampoo.config import STACK_AXIS
 from t5x_lite.optimizers.shampoo.config import ShampooConfig
 from t5x_lite.optimizers.shampoo.quantize import QuantizedValue
 from t5x_lite.types import LogicalAxes, Params, PyTree
-
-_logger = logging.getLogger(__name__)
 
 
 class BlockMatrices(struct.PyTreeNode):
@@ -329,8 +328,6 @@ def derive_axes(
       exponents=PartitionSpec(exponents_axis),
     )
     axes = ShardedShampooStats(global_axes, axes)
-  else:
-    _tell_of_copies(state)
   return state._replace(count=PartitionSpec(), stats=axes)
 
 
@@ -341,8 +338,8 @@ def _stats_of_parameters(state: ShampooState) -> PyTree:
   return state.stats
 
 
-def _tell_of_copies(state: ShampooState) -> None:
-  """Log the size of the plain mode's matrices that all devices store in full, if it is large, with the remedy."""
+def _describe_copies(state: ShampooState) -> list[str]:
+  """Return a line with the size of the plain mode's matrices that all devices store in full, if it is large."""
   num_devices = jax.device_count()
   total = 0
   copied = 0
@@ -352,24 +349,19 @@ def _tell_of_copies(state: ShampooState) -> None:
     for matrices in (node.statistics, node.preconditioners):
       if STACK_AXIS not in matrices.partition_spec:
         continue
-      for array in jax.tree.leaves(matrices):
-        size = array.size * array.dtype.itemsize
+      for (count, _), stack in zip(matrices.layout.stack_shapes, matrices.stacks, strict=True):
+        # Of all layers and experts.
+        size = tree_utils.num_bytes(stack)
         total += size
-        if array.shape[0] % num_devices:
+        if count % num_devices:
           copied += size
-  if copied > 0.1 * total:
-    log_once(
-      f'Shampoo: {copied / total:.0%} of the matrices ({total / 2**30:.3g} GiB) are in '
-      f'stacks that do not divide over all {num_devices} devices, of which several keep copies of them; '
-      'shard_optimizer_states=True shards all over all'
-    )
-
-
-@functools.cache
-def log_once(message: str) -> None:
-  """Log a message, but only once per process."""
-  # Several parts of a program derive the axes of one state.
-  _logger.info('%s', message)
+  if copied <= 0.1 * total:
+    return []
+  return [
+    f'Shampoo: {copied / total:.0%} of the matrices ({total / 2**30:.3g} GiB) are in '
+    f'stacks that do not divide over all {num_devices} devices, of which several keep copies of them; '
+    'shard_optimizer_states=True shards all over all'
+  ]
 
 
 def _is_parameter_stats(node: Any) -> bool:
@@ -421,3 +413,4 @@ def report_roots(values: Mapping[str, float]) -> list[str]:
 OptaxStatePartitionRules.register(ShampooState, derive_axes)
 register_state_metrics(ShampooState, root_metrics, report=report_roots)
 register_schedule_count(ShampooState, lambda state: state.count)
+register_description(ShampooState, _describe_copies)

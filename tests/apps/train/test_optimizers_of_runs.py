@@ -1,5 +1,6 @@
 """Options of an optimizer that change when a run is resumed."""
 
+import ast
 import re
 
 import jax
@@ -45,36 +46,62 @@ def test_clipping_of_scaled_adam_may_be_added_changed_and_removed(tmp_path, capl
     jax.tree.map(np.testing.assert_array_equal, found[name], want[name])
 
 
-def test_a_state_of_stacked_layers_of_an_earlier_version_names_what_to_do(tmp_path):
-  """Earlier versions gave optax the arrays of all layers, so that Novograd had one number for them."""
+def _earlier(optimizer, name):
+  """Return the optimizer of earlier versions, which gave optax the arrays of all layers."""
+  return optimizers.OptaxWrapper(learning_rate_factory=optimizer, name=name)
 
-  def train(model_dir, num_steps, optimizer_def, restore=None):
-    model = adapter_run.model(param_layout='scalable_t5', optimizer_def=optimizer_def)
+
+def _options_of(message, model_dir):
+  """Return the options of `RestoreCheckpointConfig` that a message names."""
+  words = message.replace('the MODEL_DIR of this run', repr(str(model_dir))).replace('\n', ' ')
+  text = re.search(r'RestoreCheckpointConfig\.(path = .*?)\.$', words).group(1)
+  named = re.split(r', (?=\w+ = )| and (?=\w+ = )', text)
+  return {name: ast.literal_eval(value) for name, value in (each.split(' = ') for each in named)}
+
+
+@pytest.mark.parametrize(
+  'make, earlier, before',
+  [
+    pytest.param(
+      optimizers.novograd,
+      _earlier(optax.novograd, 'novograd'),
+      'scalable_t5',
+      id='earlier novograd',
+    ),
+    pytest.param(
+      optimizers.sm3,
+      _earlier(optax.sm3, 'sm3'),
+      'scalable_t5',
+      marks=pytest.mark.full,
+      id='earlier sm3',
+    ),
+    pytest.param(
+      optimizers.novograd, optimizers.novograd(), 't5', marks=pytest.mark.full, id='novograd, t5'
+    ),
+    pytest.param(optimizers.sm3, optimizers.sm3(), 't5', id='sm3, t5'),
+  ],
+)
+def test_options_of_an_error_start_another_run(tmp_path, make, earlier, before):
+  """Earlier versions had one number of Novograd, and sums over all dims of SM3, for all layers in an array."""
+
+  def train(model_dir, num_steps, optimizer_def, layout='scalable_t5', restore=None):
     options = {**adapter_run.OPTIONS, 'restore': restore}
     return toy_run.train(
       model_dir,
       num_steps,
-      model=model,
+      model=adapter_run.model(param_layout=layout, optimizer_def=optimizer_def),
       train_eval_dataset_cfg=None,
       infer_eval_dataset_cfg=None,
       **options,
     )
 
-  earlier = optimizers.OptaxWrapper(
-    learning_rate_factory=lambda rate: optax.novograd(rate), name='novograd'
-  )
-  train(tmp_path / 'run', 3, earlier)
+  train(tmp_path / 'run', 3, earlier, before)
   with pytest.raises(CheckpointError, match='RestoreCheckpointConfig.path = ') as error:
-    train(tmp_path / 'run', 6, optimizers.novograd())
-  path = re.search("RestoreCheckpointConfig.path = '(.*?)'", str(error.value)).group(1)
-  assert (
-    "mode = 'specific', assignment_map = [('state/param_states.*', None)] and fallback_to_scratch = True"
-    in str(error.value)
-  )
-  restore = checkpoints.RestoreCheckpointConfig(
-    path, 'specific', assignment_map=[('state/param_states.*', None)], fallback_to_scratch=True
-  )
-  step, _ = train(tmp_path / 'other', 6, optimizers.novograd(), restore)
-  assert step == 6
+    train(tmp_path / 'run', 6, make())
+  named = _options_of(str(error.value), tmp_path / 'run')
+  assert named['assignment_map'] == [('state/param_states.*', None)]
+  assert named['fallback_to_scratch'] is True
+  restore = checkpoints.RestoreCheckpointConfig(**named)
+  assert train(tmp_path / 'other', 6, make(), restore=restore)[0] == 6
   # The new run resumes from its own state.
-  assert train(tmp_path / 'other', 9, optimizers.novograd())[0] == 9
+  assert train(tmp_path / 'other', 9, make())[0] == 9

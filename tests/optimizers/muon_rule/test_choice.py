@@ -120,10 +120,12 @@ def test_the_choice_is_logged_once(caplog):
     optimizer_def.with_param_axes(cases.axes('t5')).create(cases.random_params(0))
   params = cases.random_params(0)
   named = dict(tree_utils.named_leaves(params))
-  chosen = [named[path] for path in _chosen(_choice(axes=cases.axes('t5')), params)]
-  share = sum(array.size for array in chosen) / sum(array.size for array in named.values())
+  labels = _choice(axes=cases.axes('t5')).labels(params)
+  chosen = [path for path, label in tree_utils.named_leaves(labels) if label == choice_lib.MUON]
+  share = sum(named[path].size for path in chosen) / sum(array.size for array in named.values())
   assert caplog.messages == [
-    f'Muon orthogonalizes the updates of 15 arrays with {share:.1%} of the parameters; AdamW updates 12 arrays.'
+    f'Muon orthogonalizes the updates of 15 arrays ({chosen[0]}, {chosen[1]}, {chosen[2]} and 12 more) with '
+    f'{share:.1%} of the parameters; AdamW updates 12 arrays.'
   ]
 
 

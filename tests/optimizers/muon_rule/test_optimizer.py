@@ -112,7 +112,9 @@ def test_layers_are_stacked_unless_a_mask_may_tell_them_apart():
   wi = params['encoder']['layers_1']['mlp']['wi']['kernel']
   assert optimizers.muon(matrices=[('layers_1', False)]).stacking_key(path, wi, state) == 'adam'
   assert optimizers.muon().stacking_key(path, wi, state) == 'muon'
-  assert optimizers.muon(weight_decay_mask=True).stacking_key(path, wi, state) is None
+  assert (
+    optimizers.muon(weight_decay=0.1, weight_decay_mask=True).stacking_key(path, wi, state) is None
+  )
 
 
 _RULES = {
@@ -251,6 +253,18 @@ def test_a_resumed_run_has_the_coefficients_of_its_options():
 def test_coefficients_and_their_number_are_checked(options, message):
   with pytest.raises(ConfigError, match=message):
     optimizers.muon(_RATE, **options)
+
+
+def test_a_mask_without_weight_decay_is_rejected():
+  message = (
+    r'^`muon.weight_decay_mask` must be None with `muon.weight_decay` = 0.0, with which it has no effect, got True. '
+    r'Set `muon.weight_decay`, or leave the mask out\.$'
+  )
+  with pytest.raises(ConfigError, match=message):
+    optimizers.muon(weight_decay_mask=True, adam_weight_decay=0.1)
+  schedule = optax.linear_schedule(0.0, 0.1, 10)
+  for weight_decay in (0.1, schedule):
+    optimizers.muon(weight_decay=weight_decay, weight_decay_mask=True)
 
 
 def test_the_dims_of_matrices_cannot_be_given():

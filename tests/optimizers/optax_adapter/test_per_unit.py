@@ -89,6 +89,14 @@ def test_experts_stay_on_their_devices(name):
   assert not re.findall('all-gather|all-to-all|all-reduce|collective-permute', program)
 
 
+@pytest.mark.parametrize('name', ['fromage', 'lamb', 'lars', 'novograd'])
+def test_norms_of_layers_need_no_transposed_copies(name):
+  optimizer, _ = cases.created(getattr(optimizers, name)(), 'scalable')
+  update = jax.jit(lambda optimizer, grads: optimizer.apply_gradient(grads, learning_rate=0.1))
+  program = update.lower(optimizer, optimizer.target).compile().as_text()
+  assert ' transpose(' not in program
+
+
 def test_a_constructor_of_a_user_may_update_units():
   def normalized(learning_rate, strength=1.0):
     """Steps of one length for each array."""

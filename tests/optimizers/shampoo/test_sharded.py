@@ -20,8 +20,8 @@ from t5x_lite import optimizers
 from t5x_lite import partitioning
 from t5x_lite import tree_utils
 from t5x_lite.layer_stacks import LayerStacks
+from t5x_lite.optimizers.optax_adapter import wrapper
 from t5x_lite.optimizers.shampoo import InitFnState
-from t5x_lite.optimizers.shampoo import state as shampoo_state
 from tests.optimizers.shampoo import compiled_memory
 
 _PARAMS = {
@@ -183,7 +183,7 @@ def test_partitioners_shard_the_stack_over_all_devices_it_divides_over(shape, op
   ],
 )
 def test_copies_of_the_plain_mode_are_logged_once(shape, options, is_told, caplog):
-  shampoo_state.log_once.cache_clear()
+  wrapper.log_once.cache_clear()
   definition = optimizers.distributed_shampoo(block_size=4, **options)
   params = {'w': jnp.ones(shape), 'b': jnp.ones([3])}
   optimizer = jax.eval_shape(lambda: definition.create(params))
@@ -194,6 +194,22 @@ def test_copies_of_the_plain_mode_are_logged_once(shape, options, is_told, caplo
   # Six blocks over eight devices.
   assert len(lines) == is_told and all('99%' in line or '100%' in line for line in lines), lines
   assert all('8 devices' in line and 'shard_optimizer_states=True' in line for line in lines)
+
+
+def test_copies_of_all_layers_and_experts_are_counted(caplog):
+  wrapper.log_once.cache_clear()
+  axes = {'experts': P('expert', 'embed', 'layers', 'mlp'), 'single': P('embed', 'mlp')}
+  # Two matrices [8, 8] for each block, in stacks of three for each of 32 units, and in stacks of eight.
+  params = {'experts': jnp.ones([8, 24, 4, 8]), 'single': jnp.ones([64, 8])}
+  definition = optimizers.distributed_shampoo(block_size=8).with_param_axes(axes, params)
+  optimizer = jax.eval_shape(lambda: definition.create(params))
+  with caplog.at_level('INFO'):
+    definition.derive_logical_axes(optimizer, axes)
+  (line,) = [record.getMessage() for record in caplog.records if 'Shampoo' in record.getMessage()]
+  copied = 32 * 6
+  total = copied + 16
+  num_bytes = 2 * total * 8 * 8 * 4  # statistics and preconditioners
+  assert f'{copied / total:.0%} of the matrices ({num_bytes / 2**30:.3g} GiB)' in line
 
 
 def test_a_rule_of_the_user_and_a_spec_of_the_user_come_first():
