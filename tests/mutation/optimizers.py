@@ -670,6 +670,16 @@ MUTANTS = (
     'tests/optimizers/soap_rule/test_triangle.py::test_a_packed_matrix_has_half_the_elements_and_comes_back',
   ),
   Mutant(
+    'soap_averages_triangles',
+    't5x_lite/optimizers/soap_rule/update.py',
+    """        total = average(triangle.unpack(stack), product, cfg.statistics_decay)
+        new.append(triangle.pack(total))
+""",
+    """        new.append(average(stack, triangle.pack(product), cfg.statistics_decay))
+""",
+    'tests/optimizers/soap_rule/test_update.py::test_symmetric_storage_changes_no_bit',
+  ),
+  Mutant(
     'soap_refreshes_batches_on_cpu',
     't5x_lite/optimizers/soap_rule/bases.py',
     """  if jax.default_backend() == 'cpu':

@@ -98,7 +98,9 @@ def _add_statistics(
     new = []
     for stack, product in zip(statistics, products, strict=True):
       if cfg.symmetric_storage:
-        new.append(average(stack, triangle.pack(product), cfg.statistics_decay))
+        # Of entire matrices, as without this option: compilers round a sum of products in different ways.
+        total = average(triangle.unpack(stack), product, cfg.statistics_decay)
+        new.append(triangle.pack(total))
         continue
       total = average(state_lib.to_float(stack), product, cfg.statistics_decay)
       new.append(state_lib.matrices_to_state(total, cfg))
