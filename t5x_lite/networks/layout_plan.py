@@ -18,6 +18,10 @@ from t5x_lite.errors import ConfigError
 from t5x_lite.networks import param_layouts
 from t5x_lite.networks.t5_config import PARAM_LAYOUTS
 
+# Last parts of the names of arrays with dims in the state of an optimizer that belong to no parameter and are equal in
+# each layout: coefficients, random keys, and Mechanic's numbers for each decay. Others may be lists of parameters.
+_OF_NO_PARAMETER = frozenset(('ns_coeffs', 'rng_key', 'key', 'r', 'm', 'v', 's'))
+
 ReadFn = Callable[[str], np.ndarray]
 
 _STACKS = ('encoder', 'decoder')
@@ -99,6 +103,53 @@ def plan(
       result |= _plan_stacked(stack, of_stack, heads or num_heads(shapes))
       result.pop(f'{stack}/{_TABLE}', None)
   return result
+
+
+def plan_part(
+  part: Mapping[str, Any],
+  params: Mapping[str, Any],
+  plan_fn: Callable[[Mapping[str, Any]], dict[str, PlannedArray]],
+) -> dict[str, PlannedArray]:
+  """Plan the conversion of arrays that belong to some of the parameters, such as the momenta of kernels.
+
+  Args:
+    part: object with `shape` and `dtype` by the name of the parameter, whose shape it has.
+    params: the same for each stored parameter.
+    plan_fn: function from such objects for all parameters to the plan, as `plan`.
+
+  Returns:
+    Plan of each array of the result that is made of the part alone, by name.
+
+  Raises:
+    ConfigError: the part has some layers of an array of the result but not all.
+  """
+  planned = plan_fn({**params, **part})
+  result = {name: each for name, each in planned.items() if part.keys() >= set(each.inputs)}
+  used = {name for each in result.values() for name in each.inputs}
+  left = sorted(part.keys() - used)
+  if left:
+    raise ConfigError(
+      f'An array of the other param_layout consists of {left[0]} and of arrays of other layers, which are missing. '
+      'Keep the param_layout.'
+    )
+  return result
+
+
+def is_at_one(name: str, params: Mapping[str, Any]) -> bool:
+  """Return True if the path of a parameter is part of a '/'-joined name, given the parameters by path."""
+  return any(f'/{param}/' in f'/{name}/' for param in params)
+
+
+def is_independent(name: str, shape: tuple[int, ...], params: Mapping[str, Any]) -> bool:
+  """Return True if an array of an optimizer's state is the same in each layout, such as a counter.
+
+  Args:
+    name: '/'-joined name.
+    shape: shape of the array.
+    params: the parameters by path.
+  """
+  is_known = not shape or name.rpartition('/')[2] in _OF_NO_PARAMETER
+  return is_known and not is_at_one(name, params)
 
 
 def num_heads(shapes: Mapping[str, Any]) -> int:

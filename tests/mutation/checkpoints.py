@@ -848,4 +848,25 @@ MUTANTS = (
     'others = []',
     'tests/checkpoints/t5x/test_legacy.py::test_commands_accept_the_methods_that_they_call',
   ),
+  Mutant(
+    'layers_of_a_part_may_be_missing',
+    't5x_lite/networks/layout_plan.py',
+    '  if left:\n',
+    '  if left and not result:\n',
+    'tests/networks/test_layout_plan.py::test_arrays_of_some_parameters_are_converted_alike',
+  ),
+  Mutant(
+    'a_list_of_parameters_keeps_its_order_in_another_layout',
+    't5x_lite/networks/layout_plan.py',
+    "  is_known = not shape or name.rpartition('/')[2] in _OF_NO_PARAMETER\n",
+    '  is_known = True\n',
+    'tests/optimizers/multi/test_state_dict.py::test_into_the_other_parameter_layout',
+  ),
+  Mutant(
+    'numbers_of_parameters_keep_their_names_in_another_layout',
+    't5x_lite/networks/layout_plan.py',
+    'return is_known and not is_at_one(name, params)',
+    'return is_known',
+    'tests/apps/convert/test_plan.py::test_optimizer_state_into_another_layout',
+  ),
 )

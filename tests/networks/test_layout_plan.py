@@ -157,6 +157,26 @@ def test_the_same_layout_passes_everything_on():
     assert array is flat[name]
 
 
+def test_arrays_of_some_parameters_are_converted_alike():
+  config = _random_config(np.random.default_rng(0), param_layout='scalable_t5')
+  params = _random_params(np.random.default_rng(0), dataclasses.replace(config, param_layout='t5'))
+
+  def plan_fn(shapes):
+    return layout_plan.plan(shapes, 'scalable_t5', relpos_per_layer=True)
+
+  scales = {name: array for name, array in params.items() if name.endswith('scale')}
+  planned = layout_plan.plan_part(scales, params, plan_fn)
+  entire = plan_fn(params)
+  assert planned.keys() == {name for name in entire if name.endswith('scale')}
+  _assert_equal(
+    _carry_out(planned, scales),
+    {name: entire[name].make(params.__getitem__) for name in planned},
+  )
+  del scales['encoder/layers_0/pre_attention_norm/scale']
+  with pytest.raises(ConfigError, match='layers_1/pre_attention_norm/scale and of arrays of other'):
+    layout_plan.plan_part(scales, params, plan_fn)
+
+
 def test_tables_that_differ_do_not_become_one():
   rng = np.random.default_rng(1)
   config = dataclasses.replace(

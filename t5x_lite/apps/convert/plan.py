@@ -22,6 +22,7 @@ from t5x_lite.apps.convert.state_plan import StatePlan
 from t5x_lite.apps.convert.state_plan import section
 from t5x_lite.checkpoints import sources
 from t5x_lite.errors import CheckpointError, ConfigError
+from t5x_lite.formatting import first_names
 from t5x_lite.networks import layout_plan
 from t5x_lite.networks.layout_plan import PlannedArray
 
@@ -359,18 +360,25 @@ def _optimizer_state(
   param_shapes = {name: _stored_shape(leaf) for name, leaf in params.items()}
   result = {}
   left = dict(states)
-  for prefix in _tree_prefixes(states, next(iter(params))):
+  for prefix in _tree_prefixes(states, params):
     tree = section(states, prefix)
-    if {name: _stored_shape(leaf) for name, leaf in tree.items()} == param_shapes:
-      result |= _prefixed(prefix, change(tree))
-      taken = [name for name in left if name.startswith(prefix)]
-      for name in taken:
-        del left[name]
-  stuck = [name for name, leaf in left.items() if leaf.shape]
+    shapes_of_tree = {name: _stored_shape(leaf) for name, leaf in tree.items()}
+    if not shapes_of_tree.items() <= param_shapes.items():
+      continue
+    try:
+      planned = layout_plan.plan_part(tree, params, change)
+    except ConfigError:
+      continue
+    result |= _prefixed(prefix, planned)
+    for name in tree:
+      del left[f'{prefix}{name}']
+  stuck = [
+    name for name, leaf in left.items() if not layout_plan.is_independent(name, leaf.shape, params)
+  ]
   if stuck:
     raise ConfigError(
-      f'The optimizer state cannot be converted to another parameter layout: {stuck[0]} '
-      f'{tuple(left[stuck[0]].shape)}, and {len(stuck) - 1} more, differ in shape from the parameters. '
+      f'The optimizer state cannot be converted to another parameter layout: {first_names(stuck)}. It must '
+      'consist of arrays with the shapes of parameters, for all layers of each, and of counters. '
       'Set --optimizer_state=drop, or keep the layout.'
     )
   return result | _no_change(left)
@@ -380,6 +388,13 @@ def _stored_shape(leaf: Any) -> tuple[int, ...]:
   return tuple(leaf.shape)
 
 
-def _tree_prefixes(states: Mapping[str, Any], param: str) -> list[str]:
-  """Return the prefixes of trees with an entry for the parameter `param`."""
-  return [name.removesuffix(param) for name in states if name.endswith(f'/{param}')]
+def _tree_prefixes(states: Mapping[str, Any], params: Mapping[str, Any]) -> list[str]:
+  """Return the prefixes of trees with an entry for a parameter."""
+  prefixes = []
+  for name in states:
+    parts = name.split('/')
+    suffixes = ['/'.join(parts[i:]) for i in range(len(parts))]
+    param = next((suffix for suffix in suffixes if suffix in params), None)
+    if param is not None:
+      prefixes.append(name.removesuffix(param))
+  return list(dict.fromkeys(prefixes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import functools
 import logging
 from typing import Any, ClassVar
 
@@ -54,14 +55,15 @@ class ConvertLayout(base.StateBuilder):
       )
     tree = tree_utils.unflatten_dict(state.arrays)
     # If the parameters do not fit, they and not the optimizer's state are the problem, or a later builder changes both.
-    params = tree_utils.flatten_dict({'target': _in_layout(tree['target'], network)})
+    stored_params = tree['target']
+    params = tree_utils.flatten_dict({'target': _in_layout(stored_params, stored_params, network)})
     wanted = {
       name: tuple(leaf.shape)
       for name, leaf in target.wanted.items()
       if name.startswith(base.PARAMS)
     }
     fits = {name: array.shape for name, array in params.items()} == wanted
-    convert = transforms.convert_param_trees(lambda tree: _in_layout(tree, network))
+    convert = transforms.convert_param_trees(lambda tree: _in_layout(tree, stored_params, network))
     tree = convert(tree, target.state_dict if fits else {}, is_resuming=target.is_resuming)
     return state.replace(arrays=tree_utils.flatten_dict(tree))
 
@@ -71,12 +73,24 @@ def in_layout_of_model(state: base.BuiltState, target: base.TargetState) -> base
   return ConvertLayout().build(state, target)
 
 
-def _in_layout(tree: Mapping[str, Any], network: StackConfig) -> dict[str, Any]:
-  """Return a tree of parameters in the layout of `network`, as lazy arrays."""
+def _in_layout(
+  tree: Mapping[str, Any], params: Mapping[str, Any], network: StackConfig
+) -> dict[str, Any]:
+  """Return a tree in the layout of `network`, as lazy arrays.
+
+  Args:
+    tree: nested dicts of arrays with the shapes of all parameters or of some.
+    params: the parameters.
+    network: configuration of the network.
+  """
   flat = tree_utils.flatten_dict(tree)
-  planned = layout_plan.plan(
-    flat, network.param_layout, relpos_per_layer=network.relpos_per_layer, heads=network.num_heads
+  plan_fn = functools.partial(
+    layout_plan.plan,
+    to_layout=network.param_layout,
+    relpos_per_layer=network.relpos_per_layer,
+    heads=network.num_heads,
   )
+  planned = layout_plan.plan_part(flat, tree_utils.flatten_dict(params), plan_fn)
 
   def compute_fn(plan):
     return lambda *arrays: plan.make(dict(zip(plan.inputs, arrays, strict=True)).__getitem__)

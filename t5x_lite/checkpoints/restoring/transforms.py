@@ -21,6 +21,7 @@ import numpy as np
 from t5x_lite import errors
 from t5x_lite import tree_utils
 from t5x_lite.formatting import first_names
+from t5x_lite.networks import layout_plan
 
 _logger = logging.getLogger(__name__)
 
@@ -300,11 +301,12 @@ def convert_param_trees(
 ) -> RestoreStateTransformationFn:
   """Return a restore transform that applies `convert_fn` to the parameters and to all trees with their shapes.
 
-  Such trees are per-parameter moments in the optimizer state, and `param_average`. Optimizer state of other shapes,
-  such as Adafactor's factored moments, cannot be converted.
+  Such trees are per-parameter moments in the optimizer state, of all parameters or of some of them, and
+  `param_average`. Optimizer state of other shapes, such as Adafactor's factored moments, cannot be converted.
 
   Args:
-    convert_fn: function from a nested dict of parameters to another one, such as a change of parameter layout.
+    convert_fn: function from a nested dict of parameters to another one, such as a change of parameter layout. It also
+      gets trees of only some parameters, and raises ConfigError for one that it cannot convert.
 
   Returns:
     The transform. It raises CheckpointError if the target state needs optimizer state that cannot be converted.
@@ -314,6 +316,7 @@ def convert_param_trees(
     params_shapes = {
       name: tuple(leaf.shape) for name, leaf in flatten_state_dict(state_dict['target']).items()
     }
+    wanted = flatten_state_dict(target_state_dict)
     left = []
 
     def visit(node, prefix):
@@ -321,9 +324,19 @@ def convert_param_trees(
         left.append((prefix, node))
         return node
       shapes = {name: tuple(leaf.shape) for name, leaf in flatten_state_dict(node).items()}
-      if shapes == params_shapes:
-        return convert_fn(node)
+      if shapes and shapes.items() <= params_shapes.items():
+        try:
+          return convert_fn(node)
+        except errors.ConfigError:
+          if shapes == params_shapes:
+            raise
       return {key: visit(value, f'{prefix}/{key}') for key, value in node.items()}
+
+    def fits(name, shape):
+      if layout_plan.is_at_one(name, params_shapes):
+        return name in wanted
+      # Any other array may be a list of parameters, which has another order in each layout.
+      return layout_plan.is_independent(name, shape, params_shapes)
 
     result = dict(state_dict)
     for section in ('target', 'param_average'):
@@ -332,8 +345,7 @@ def convert_param_trees(
     if 'param_states' in result.get('state', {}):
       converted = visit(result['state']['param_states'], 'state/param_states')
       result['state'] = dict(result['state']) | {'param_states': converted}
-      wanted = flatten_state_dict(target_state_dict)
-      stuck = [name for name, leaf in left if np.ndim(leaf) and name not in wanted]
+      stuck = [name for name, leaf in left if np.ndim(leaf) and not fits(name, leaf.shape)]
       if stuck and any(name.startswith('state/param_states/') for name in wanted):
         # A run that resumes ignores assignment_map.
         if is_resuming:

@@ -232,7 +232,7 @@ def test_optimizer_state():
   assert 'a Hugging Face folder has no optimizer state' in folder.notes[0]
   with pytest.raises(
     ConfigError,
-    match='cannot be converted to another parameter layout: .*/v .*--optimizer_state=drop',
+    match=r'cannot be converted to another parameter layout: .*/v\. .*--optimizer_state=drop',
   ):
     _plan(state, param_layout='scalable_t5')
   assert (
@@ -240,6 +240,43 @@ def test_optimizer_state():
   )
   with pytest.raises(ConfigError, match='has no optimizer state'):
     _plan(given.make_state(), optimizer_state='keep')
+
+
+def _kernels(prefix):
+  trees = _trees_like_params(prefix)
+  return {name: array for name, array in trees.items() if name.endswith('kernel')}
+
+
+@pytest.mark.parametrize(
+  'states, stuck',
+  [
+    (_kernels('state/param_states/muon/mu/'), None),
+    ({'state/param_states/muon/ns_coeffs': np.zeros(3, np.float32)}, None),
+    ({'state/param_states/count': np.int32(1)}, None),
+    # One number per parameter, in the order of the parameters or at its path.
+    ({'state/param_states/sizes': np.zeros(9, np.float32)}, 'sizes'),
+    ({'state/param_states/nu/encoder/encoder_norm/scale': np.float32(1)}, 'nu/encoder/.*'),
+  ],
+  ids=['part', 'coefficients', 'counter', 'list', 'numbers'],
+)
+def test_optimizer_state_into_another_layout(states, stuck):
+  state = given.make_state(**states)
+  if stuck:
+    message = f'parameter layout: state/param_states/{stuck}. It must consist of .*=drop'
+    with pytest.raises(ConfigError, match=message):
+      _plan(state, param_layout='scalable_t5')
+    return
+  arrays = _plan(state, param_layout='scalable_t5').arrays
+  converted = {name for name in arrays if name.startswith('state/param_states/')}
+  moments = {name.partition('/mu/')[2] for name in converted}
+  if moments != {''}:
+    assert moments == {
+      name.removeprefix('target/')
+      for name in arrays
+      if name.startswith('target/') and name.endswith('kernel')
+    }
+  else:
+    assert converted == states.keys()
 
 
 def test_average_mutables_and_other_parameters():

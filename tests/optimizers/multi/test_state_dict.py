@@ -209,10 +209,15 @@ def test_a_run_resumes_bitwise(tmp_path):
   'pairs,unsupported',
   [
     ([('.', optimizers.adamw)], None),
+    ([('kernel$', optimizers.adamw), ('^encoder.*scale$', optimizers.lion)], None),
+    ([('.', optimizers.muon)], None),
     (
       [('kernel$', optimizers.adamw), ('scale$', cases.make_adafactor)],
-      'state/param_states/optimizer:0/0/mu/',
+      'state/param_states/decoder/layers_0/',
     ),
+    ([('(layers_0|decoder/decoder)/.*kernel$', optimizers.adamw)], '0/mu/decoder/layers_0/'),
+    # Its lists of numbers have the order of the parameters.
+    ([('.', optimizers.scaled_adam)], 'groups/default/'),
     ([('decoder/.*kernel$', cases.make_adafactor)], 'state/param_states/decoder/layers_0/'),
   ],
 )
@@ -224,8 +229,8 @@ def test_into_the_other_parameter_layout(pairs, unsupported):
       vocab_size=8,
       emb_dim=4,
       num_heads=1,
-      num_encoder_layers=1,
-      num_decoder_layers=1,
+      num_encoder_layers=2,
+      num_decoder_layers=2,
       head_dim=4,
       mlp_dim=8,
       mlp_activations=('relu',),
@@ -258,6 +263,8 @@ def test_into_the_other_parameter_layout(pairs, unsupported):
   converted = wanted.restore_state(transform(stored.state_dict(), wanted.state_dict()))
 
   def moments(state):
-    return state.param_states.parts[0][0].mu
+    arrays = tree_utils.flatten_dict(state.state_dict()['state']['param_states'])
+    named = [(name.partition('mu/')[2], array) for name, array in arrays.items()]
+    return tree_utils.unflatten_dict({path: array for path, array in named if path})
 
   cases.assert_same(moments(converted), fn(moments(stored)))
