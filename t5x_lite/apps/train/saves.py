@@ -154,7 +154,8 @@ class TrainSaves:
     """
     trainer = self._trainer
     part = None
-    if self._base is not None and self._has_base():
+    base = self._base
+    if base is not None and self._has_base(base):
       part = adapter_base.trained_part(trainer.step_state, self._run_cfg.model.adapter)
     if trainer.non_finite.policy.tests:
       tested = trainer.step_state if part is None else part
@@ -172,8 +173,9 @@ class TrainSaves:
     else:
       state = adapter_base.arrays_to_save(part, trainer.stacked_layers)
       num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-      size = f' (adapter, {num_bytes / 2**20:,.1f} MiB; base {_shown_path(self._base["path"])})'
-      metadata['base'] = self._base
+      assert base is not None  # Without a base the state has no such part.
+      size = f' (adapter, {num_bytes / 2**20:,.1f} MiB; base {_shown_path(base["path"])})'
+      metadata['base'] = base
     self._run.progress.note(f'saving step {trainer.step:,}')
     if files.is_remote(self._manager.directory) and self._manager.is_writing:
       self._run.progress.log('Waiting for the previous save, which the store has not yet taken.')
@@ -266,12 +268,11 @@ class TrainSaves:
         f'{self._trainer.step:,}',
       )
 
-  def _has_base(self) -> bool:
+  def _has_base(self, base: Mapping[str, Any]) -> bool:
     """Return whether the base is still there and unchanged; otherwise all checkpoints from now on have it.
 
     A base in a store is not asked for, which may take long.
     """
-    base = self._base
     problem = None
     if multihost.is_lead() and not files.is_remote(base['path']):
       try:

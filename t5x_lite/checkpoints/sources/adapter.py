@@ -136,4 +136,5 @@ class AdapterSource(base.WrappedSource):
       tables = 'per_layer' if self._has_tables_per_layer else 'per_stack'
       changed = {'param_layout': layout, 'relpos_bias_tables': tables}
       of_base['network'] = {**of_base['network'], **changed}
-    return {name: of_base[name] for name in ('network', 'converted') if name in of_base} | own
+    kept = {name: of_base[name] for name in ('network', 'converted') if name in of_base}
+    return {**kept, **own}

@@ -44,7 +44,7 @@ _RATE = calls.RATE
 # Function from arguments by name to the reason why the trainer cannot train with them, or None.
 UnsupportedReasonFn = Callable[[Mapping[str, Any]], str | None]
 # Function from arguments by name to True if updates with them depend on the layout of the parameters.
-LayoutReasonFn = Callable[[Mapping[str, Any]], bool]
+IsLayoutDependentFn = Callable[[Mapping[str, Any]], bool]
 # Arguments of constructors that are optimizers.
 _INNER_OPTIMIZERS = {'base_optimizer', 'inner', 'optimizer', 'adv_optimizer'}
 
@@ -56,7 +56,7 @@ def wrap_optax_optimizer(
   unsupported_reason_fn: UnsupportedReasonFn | None = None,
   stacking_key_fn: StackingKeyFn | None = None,
   units_fn: calls.UnitsFn | None = None,
-  layout_reason_fn: LayoutReasonFn | None = None,
+  is_layout_dependent_fn: IsLayoutDependentFn | None = None,
   scaling: Scaling = Scaling(),
 ) -> Callable[..., OptaxWrapper]:
   """Turn a constructor of optax transformations into one of `OptaxWrapper`s.
@@ -71,7 +71,7 @@ def wrap_optax_optimizer(
     stacking_key_fn: see `OptaxWrapper`.
     units_fn: `per_unit` if the update of an array depends on all of it, and on no other array, so that layers and
       experts in one array should be updated as arrays of their own; None if they are updated as they are.
-    layout_reason_fn: from the arguments of a call, by name, to True if the reason in `LAYOUT_DEPENDENT` applies to
+    is_layout_dependent_fn: from the arguments of a call, by name, to True if the reason in `LAYOUT_DEPENDENT` holds for
       them; None if it applies to all calls of an optimizer in the table.
     scaling: how learning rate and weight decay are scaled by parameter; by default updates are multiplied for the one,
       and options with the names in `param_scales.WEIGHT_DECAYS` for the other.
@@ -104,7 +104,7 @@ def wrap_optax_optimizer(
     unsupported_reason_fn=unsupported_reason_fn,
     stacking_key_fn=stacking_key_fn,
     units_fn=units_fn,
-    layout_reason_fn=layout_reason_fn,
+    is_layout_dependent_fn=is_layout_dependent_fn,
     checks_options=False,
     scaling=scaling,
   )
@@ -120,7 +120,7 @@ def _wrap(
   is_elementwise: bool = False,
   stacking_key_fn: StackingKeyFn | None = None,
   units_fn: calls.UnitsFn | None = None,
-  layout_reason_fn: LayoutReasonFn | None = None,
+  is_layout_dependent_fn: IsLayoutDependentFn | None = None,
   scaling: Scaling = Scaling(),
 ) -> Callable[..., OptaxWrapper]:
   """Wrap a constructor.
@@ -135,7 +135,7 @@ def _wrap(
     is_elementwise: see `OptaxWrapper`; ignored if the user gives a mask, which may depend on dims.
     stacking_key_fn: see `OptaxWrapper`.
     units_fn: see `wrap_optax_optimizer`; ignored if the user gives numbers of dims, which are those of arrays.
-    layout_reason_fn: see `wrap_optax_optimizer`.
+    is_layout_dependent_fn: see `wrap_optax_optimizer`.
     scaling: see `wrap_optax_optimizer`.
   """
   name = name or _function_of(optax_optimizer).__name__
@@ -166,7 +166,7 @@ def _wrap(
     units_fn_of_call = units_fn
     if bound.arguments.get('weight_dimension_numbers') is not None:
       units_fn_of_call = None
-    has_layout_reason = layout_reason_fn is None or layout_reason_fn(bound.arguments)
+    may_depend_on_layout = is_layout_dependent_fn is None or is_layout_dependent_fn(bound.arguments)
     has_mask = any('mask' in key and value is not None for key, value in bound.arguments.items())
     return calls.Call(
       constructor=optax_optimizer,
@@ -179,7 +179,7 @@ def _wrap(
         unsupported_reason=reason,
         is_elementwise=is_elementwise and not has_mask,
         stacking_key_fn=stacking_key_fn,
-        has_layout_reason=has_layout_reason,
+        may_depend_on_layout=may_depend_on_layout,
       ),
       units_fn=units_fn_of_call,
     ).wrapper()

@@ -78,7 +78,7 @@ class OptaxWrapper(definition.OptimizerDef):
     is_elementwise: bool = False,
     stacking_key_fn: StackingKeyFn | None = None,
     scale_support: ScaleSupport | None = None,
-    has_layout_reason: bool = True,
+    may_depend_on_layout: bool = True,
     name: str = 'OptaxWrapper',
   ):
     """Wrap a transformation, or a function that builds one from the trainer's learning rate.
@@ -105,7 +105,7 @@ class OptaxWrapper(definition.OptimizerDef):
         the same arguments. None means that such parameters are not supported, unless `is_elementwise` is True.
       scale_support: support of scales by parameter; None multiplies the updates, which is right if they are
         proportional to the learning rate and the state does not depend on it.
-      has_layout_reason: False if the reason in `LAYOUT_DEPENDENT` does not apply to the options.
+      may_depend_on_layout: False if the reason in `LAYOUT_DEPENDENT` does not apply to the options.
       name: name for messages.
 
     Raises:
@@ -162,7 +162,7 @@ class OptaxWrapper(definition.OptimizerDef):
     else:
       self._stacking_key_fn = stacking_key_fn
     self._scale_support = scale_support
-    self._has_layout_reason = has_layout_reason
+    self._may_depend_on_layout = may_depend_on_layout
     self._name = name
     super().__init__(OptaxHyperParams())
 
@@ -268,7 +268,7 @@ class OptaxWrapper(definition.OptimizerDef):
   @property
   def depends_on_layout(self) -> bool:
     """See base class."""
-    return self._has_layout_reason and super().depends_on_layout
+    return self._may_depend_on_layout and super().depends_on_layout
 
   def _for_param_axes(
     self, param_logical_axes: LogicalAxes, params: Params | None

@@ -227,6 +227,6 @@ distributed_shampoo = wrap_optax_optimizer(
   unsupported_reason_fn=_unsupported_reason,
   stacking_key_fn=lambda path, param, state: 'shampoo',
   units_fn=units_as_layers,
-  layout_reason_fn=lambda arguments: bool(arguments.get('spread_roots')),
+  is_layout_dependent_fn=lambda arguments: bool(arguments.get('spread_roots')),
   scaling=Scaling(decay_by_path=True),
 )

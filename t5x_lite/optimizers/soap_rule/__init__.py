@@ -106,6 +106,6 @@ soap = wrap_optax_optimizer(
   takes_learning_rate=True,
   stacking_key_fn=lambda path, param, state: 'soap',
   units_fn=units_as_layers,
-  layout_reason_fn=lambda arguments: bool(arguments.get('spread_refreshes')),
+  is_layout_dependent_fn=lambda arguments: bool(arguments.get('spread_refreshes')),
   scaling=Scaling(decay_by_path=True),
 )
