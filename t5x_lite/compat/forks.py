@@ -1,6 +1,7 @@
 """Modules of a fork of T5X: the folder `t5x` of the current folder has files of the project next to those of T5X.
 
-Modules that T5X does not have are imported from there, with our names inside them. Other files are only read.
+Modules that T5X does not have are imported from there, with our names inside them, as `t5x.NAME` or as `NAME`: with
+`python3 t5x/train.py` Python looks for modules in this folder too. Other files are only read.
 """
 
 import ast
@@ -34,7 +35,10 @@ class LastFolder:
     if not self.is_used:
       return None
     if path is None:
-      return importlib.machinery.PathFinder.find_spec(name, [self.folder])
+      paths = [self.folder]
+      if not names.has_module(f't5x.{name}'):
+        paths.append(str(pathlib.Path(self.folder, 't5x')))
+      return importlib.machinery.PathFinder.find_spec(name, paths)
     if not path and names.is_t5x(name) and not names.has_module(name):  # the path of a view
       parent = pathlib.Path(self.folder, *name.split('.')[:-1])
       return importlib.machinery.PathFinder.find_spec(name, [str(parent)])

@@ -448,6 +448,13 @@ MUTANTS = (
     'tests/t5x/forms/test_fork.py::test_modules_that_t5x_does_not_have_are_those_of_the_fork',
   ),
   Mutant(
+    'modules_beside_the_programs_of_a_fork_are_not_found',
+    't5x_lite/compat/forks.py',
+    "if not names.has_module(f't5x.{name}'):",
+    'if False:',
+    'tests/t5x/forms/test_fork.py::test_modules_that_t5x_does_not_have_are_those_of_the_fork',
+  ),
+  Mutant(
     'names_that_a_fork_defines_in_files_of_t5x_are_not_told',
     't5x_lite/gin_utils.py',
     '    if unused:\n      logging',

@@ -6,6 +6,7 @@ file next to it.
 
 from t5x import utils
 import t5x.losses
+import word_rates
 
 from tests.compat.samples import words
 
@@ -16,5 +17,5 @@ def schedule(peak: float = 0.5):
   """Return a constant rate, made by a function of T5X."""
   assert t5x.losses.compute_weighted_cross_entropy
   return utils.create_learning_rate_scheduler(
-    factors='constant', base_learning_rate=peak, warmup_steps=1
+    factors=word_rates.FACTORS, base_learning_rate=peak, warmup_steps=1
   )
