@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import contextlib
 import contextvars
 import copy
-import dataclasses
 import functools
 import inspect
 import logging
@@ -236,7 +235,7 @@ class MutableConfig:
   Instances are hashed by identity, also those of dataclasses that compare their fields.
   """
 
-  __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+  __dataclass_fields__: ClassVar[dict[str, Any]]
 
   def __init_subclass__(cls, **kwargs):
     super().__init_subclass__(**kwargs)
@@ -278,6 +277,8 @@ class MutableConfig:
 
   def _values(self) -> dict[str, Any]:
     """Return the values by name, also those that the constructor of a subclass does not set."""
+    import dataclasses  # slow, and not needed by all commands
+
     return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 

@@ -31,9 +31,7 @@ _NUM_NAMES_SHOWN = 3
 # Parts of a state: a target state without any array of a part ignores that part of a stored state.
 _SECTIONS = ('state/param_states', 'state', 'flax_mutables', 'param_average')
 # Options of `RestoreCheckpointConfig` for a new state of the optimizer, as in docs/optimizers.md.
-_NEW_OPTIMIZER_OPTIONS = (
-  f"assignment_map = [('{_SECTIONS[0]}.*', None)] and fallback_to_scratch = True"
-)
+_WITHOUT_OPTIMIZER = f"assignment_map = [('{_SECTIONS[0]}.*', None)]"
 
 
 class RestoreStateTransformationFn(Protocol):
@@ -354,9 +352,7 @@ def convert_param_trees(
             f'{_without_optimizer("the MODEL_DIR of this run", "latest")}.'
           )
         else:
-          remedy = (
-            f'To begin with a new state, set RestoreCheckpointConfig.{_NEW_OPTIMIZER_OPTIONS}.'
-          )
+          remedy = f'To begin with a new state, set RestoreCheckpointConfig.{_WITHOUT_OPTIMIZER}.'
         raise errors.CheckpointError(
           f'Optimizer state whose shapes differ from those of the parameters cannot be converted to another '
           f'param_layout: {first_names(stuck)}. {remedy}'
@@ -462,7 +458,8 @@ def check_fit(
 
 def _without_optimizer(path: str, mode: str) -> str:
   """Return the options that restore the parameters at a path, in words or quoted, and a new state of the optimizer."""
-  return f"RestoreCheckpointConfig.path = {path}, mode = '{mode}', {_NEW_OPTIMIZER_OPTIONS}"
+  options = f"path = {path}, mode = '{mode}', {_WITHOUT_OPTIMIZER} and fallback_to_scratch = True"
+  return f'RestoreCheckpointConfig.{options}'
 
 
 def is_of_adapter(name: str) -> bool:

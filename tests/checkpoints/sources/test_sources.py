@@ -491,7 +491,7 @@ def test_errors_of_unconvertible_statistics_name_the_remedy(stored):
   """The remedy is the one of `test_into_the_stacked_layout`: parameters that are missing stay errors with it."""
   with pytest.raises(errors.CheckpointError) as error:
     make_state(start_from(stored['t5x'][1], mode='specific'), 'scalable_t5', 'schedule_free')
-  assert f'assignment_map={[("state/param_states.*", None)]}' in str(error.value)
+  assert f'assignment_map = {[("state/param_states.*", None)]}' in str(error.value)
   assert 'fallback_to_scratch' not in str(error.value)
 
 

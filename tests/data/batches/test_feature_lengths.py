@@ -104,7 +104,7 @@ def test_tasks_and_sources_that_need_lengths_say_so():
   ):
     _lengths(_cfg('python_docs_span_corruption'))
   with pytest.raises(ConfigError, match='for random data, got None'):
-    _cfg(data.SyntheticSource(), source='synthetic')
+    _cfg(data.SyntheticSource(), source='synthetic').check()
 
 
 def test_kept_lengths_are_used_until_the_data_changes(tmp_path, caplog, monkeypatch):

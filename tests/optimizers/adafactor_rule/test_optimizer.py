@@ -192,6 +192,6 @@ def test_a_change_of_parameter_layout_is_rejected_with_the_remedy():
   convert = checkpoints.convert_param_trees(lambda tree: {'kernel': tree['w']})
   with pytest.raises(
     CheckpointError,
-    match=r"To begin .* = \[\('state/param_states\.\*', None\)\] and fallback_to_scratch = True\.",
+    match=r"To begin .* = \[\('state/param_states\.\*', None\)\]\.",
   ):
     convert(states[0], states[1], is_resuming=False)
