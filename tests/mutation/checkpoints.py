@@ -760,8 +760,8 @@ MUTANTS = (
   Mutant(
     'a_base_that_is_lost_in_training_stays_out',
     't5x_lite/apps/train/saves.py',
-    'if self._base is not None and self._has_base():',
-    'if self._base is not None:',
+    'if base is not None and self._has_base(base):',
+    'if base is not None:',
     'tests/apps/train/test_adapters.py::test_a_base_that_is_overwritten_during_the_run',
   ),
   Mutant(
