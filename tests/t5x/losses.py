@@ -135,7 +135,7 @@ def largest_difference(ours: Mapping[str, float], theirs: Mapping[str, float]) -
     theirs: T5X's values, which the differences are divided by.
 
   Raises:
-    ValueError: the keys differ, or there are none.
+    ValueError: the records have different steps or names, or none at all.
   """
   if not theirs or ours.keys() != theirs.keys():
     raise ValueError(f'Expected values for {sorted(theirs)}, got {sorted(ours)}.')

@@ -1,4 +1,4 @@
-"""The comparison of the table with a checkout of T5X, for a small folder in the place of one."""
+"""The table of T5X's names is compared with a checkout; a small folder stands for it here."""
 
 from tests.t5x import public_names
 
