@@ -108,6 +108,7 @@ BENCHMARKS := \
   observation \
   optimizers \
   own_files \
+  profile_step \
   remat \
   safety \
   shampoo \

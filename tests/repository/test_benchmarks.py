@@ -6,6 +6,7 @@ import re
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -286,6 +287,34 @@ def _scripts():
   return listed[1].replace('\\', '').split()
 
 
+def test_operations_of_a_profile_are_those_of_the_program(monkeypatch):
+  profile = _peer(monkeypatch, 'profile_step')
+
+  def fn(x, layers):
+    def layer(x, kernel):
+      return jnp.tanh(x @ kernel), None
+
+    return jnp.sum(jax.lax.scan(layer, x, layers)[0])
+
+  arguments = (jnp.ones((8, 16)), jnp.ones((3, 16, 16)))
+  program = jax.jit(jax.grad(fn)).lower(*arguments).compile()
+  parts = profile.operations(program.as_text())
+  # Each product of a loop's body once: 2 * 8 * 16 * 16 operations forward and in the derivative of x.
+  flops = [operation.flops for operation in parts.values() if operation.flops > 0]
+  assert set(flops) == {2 * 8 * 16 * 16}
+  products = {operation.source for operation in parts.values() if operation.flops > 0}
+  assert {source.split(':')[0] for source in products} == {'forward', 'backward'}
+  # A product of [8, 16] and [16, 16] reads both and writes [8, 16].
+  assert {operation.num_bytes for operation in parts.values() if operation.flops > 0} == {
+    4 * (8 * 16 + 16 * 16 + 8 * 16)
+  }
+  # Two steps of two calls: the fastest one of each call.
+  name, operation = next(item for item in parts.items() if item[1].flops > 0)
+  events = {name: [1.0, 5.0, 3.0, 4.0], 'unknown': [9.0]}
+  part = profile.sum_parts(events, parts, 2)[operation.source]
+  assert (part.milliseconds, part.calls, part.flops) == (5.0, 2, 2 * operation.flops)
+
+
 def test_make_bench_runs_every_script():
   runnable = {
     path.stem
@@ -370,6 +399,11 @@ def test_scripts_explain_themselves(monkeypatch, capsys, script):
     ),
     ('decode', ['--t5x_python', sys.executable], 'argument --t5x_python: must come with --t5x'),
     ('decode', ['--beams', '0'], "argument --beams: got '0'; expected an integer of at least 1"),
+    (
+      'profile_step',
+      ['--num_experts', '0'],
+      "argument --num_experts: got '0'; expected an integer of at least 1",
+    ),
     ('shampoo', ['--blok', '3'], 'unrecognized arguments'),
     ('shampoo', ['--block', '0'], "argument --block: got '0'; expected an integer of at least 1"),
     (
