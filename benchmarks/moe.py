@@ -1,12 +1,14 @@
 """Mixture of Experts: cost and memory of an expert layer relative to a dense MLP of equal active operations.
 
-    python benchmarks/moe.py [--num_experts 4 16 64] [--num_selected 1 2] [--runs 9] [--quick] [--tables cost variants]
+    python benchmarks/moe.py [--num_experts 4 16 64] [--num_selected 1 2] [--runs 9] [--quick]
+        [--tables cost variants model] [--model_experts 8 32 64]
 
 A layer is its router with both losses, dispatch, experts and the weighted sum, forward and backward, in float32 unless
 said. Its peer is an MLP whose hidden dim is that of an expert times the choices of a token: the operations that the
 layer must do. All of a table's row run in turn, `--runs` times after two that do not count; times are the process's
 CPU time, and a ratio is that of the medians. Capacity forms have a factor of 1.25; the one-hot form has groups of 256
-tokens, the others one of all. The row `2048^3 matmul` says what the machine could do in this run.
+tokens, the others one of all. The table `model` has the training step, by the clock, of recipes/keyword_cloze_moe.gin
+and of its dense twin, recipes/keyword_cloze.gin. The row `2048^3 matmul` says what the machine could do in this run.
 """
 
 import argparse
@@ -34,6 +36,8 @@ class Case:
 
 _METHODS = ('grouped', 'capacity', 'einsum')
 _CAPACITY_FACTOR = 1.25
+# Sequences and tokens of inputs and of targets in the table of models.
+_MODEL_BATCH = (64, 64)
 
 
 def spec_of(case):
@@ -201,6 +205,95 @@ def _variants(args, shape):
   )
 
 
+def _load_step(file, num_experts):
+  """Return (compiled training step of a recipe's model, state, batch of random tokens)."""
+  import gin
+  import jax
+  import jax.numpy as jnp
+
+  from t5x_lite import gin_utils
+  from t5x_lite import state_init
+  from t5x_lite import trainer as trainer_lib
+  from t5x_lite.configuration import syntax as gin_syntax
+
+  bindings = {'MODEL_DIR': "'runs/x'"}
+  if num_experts:
+    bindings['NUM_EXPERTS'] = str(num_experts)
+  flags = [
+    gin_syntax.read_flag(key, value, f'--gin.{key}={value}') for key, value in bindings.items()
+  ]
+  texts = gin_utils.read([file], flags)
+  try:
+    train = gin_utils.load('t5x_lite.apps.train.train', texts)
+    model = train.argument('model')
+    partitioner = train.argument('partitioner')
+  finally:
+    gin.clear_config()
+  names = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
+  shapes = dict.fromkeys(names, _MODEL_BATCH)
+  initializer = state_init.TrainStateInitializer(
+    model.optimizer_def,
+    model.get_initial_variables,
+    shapes,
+    partitioner,
+    dict.fromkeys(shapes, jnp.int32),
+  )
+  keys = jax.random.split(jax.random.key(1), len(shapes))
+  batch = {
+    name: jax.random.randint(key, shape, 3, 255)
+    for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+  }
+  trainer = trainer_lib.Trainer(
+    model,
+    initializer.global_train_state_shape,
+    partitioner,
+    [],
+    None,
+    initializer.train_state_axes,
+    jax.random.key(0),
+    lambda step: 1e-3,
+  )
+  step = trainer.partitioned_train_step().lower(trainer.step_state, batch).compile()
+  trainer.train_state = initializer.from_scratch(jax.random.key(0))
+  return step, trainer.step_state, batch
+
+
+def _model(args):
+  """Print the training step of the recipe with experts beside that of its dense twin."""
+  import jax
+
+  from t5x_lite import tree_utils
+
+  programs = {'dense': _load_step('recipes/keyword_cloze.gin', None)}
+  for num_experts in args.model_experts:
+    programs[num_experts] = _load_step('recipes/keyword_cloze_moe.gin', num_experts)
+  seconds = {name: [] for name in programs}
+  states = {name: state for name, (_, state, _) in programs.items()}
+  for turn in range(2 + args.runs):
+    for name, (step, _, batch) in programs.items():
+      start = time.perf_counter()
+      states[name], _ = jax.block_until_ready(step(states[name], batch))
+      if turn >= 2:
+        seconds[name].append(time.perf_counter() - start)
+  medians = {name: statistics.median(values) for name, values in seconds.items()}
+  rows = [
+    (
+      name,
+      f'{tree_utils.num_elements(states[name].params):,}',
+      f'{1000 * medians[name]:.0f}',
+      f'{medians[name] / medians["dense"]:.2f}',
+      f'{step.memory_analysis().temp_size_in_bytes / 1e6:.1f}',
+      f'{step.memory_analysis().argument_size_in_bytes / 1e6:.1f}',
+    )
+    for name, (step, _, _) in programs.items()
+  ]
+  common.print_table(
+    f'Training step of recipes/keyword_cloze_moe.gin, batch {_MODEL_BATCH}',
+    rows,
+    ('experts', 'parameters', 'step, ms', 'over dense', 'temporaries, MB', 'arguments, MB'),
+  )
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -211,10 +304,20 @@ def main() -> None:
   )
   parser.add_argument('--methods', nargs='+', choices=_METHODS, default=list(_METHODS))
   parser.add_argument(
-    '--tables', nargs='+', choices=('cost', 'variants'), default=['cost', 'variants']
+    '--tables',
+    nargs='+',
+    choices=('cost', 'variants', 'model'),
+    default=['cost', 'variants', 'model'],
   )
   parser.add_argument(
     '--variant_experts', type=common.positive, default=16, help='experts of the second table'
+  )
+  parser.add_argument(
+    '--model_experts',
+    type=common.positive,
+    nargs='+',
+    default=[8, 32, 64],
+    help='experts of the third table',
   )
   parser.add_argument('--runs', type=common.positive, default=9)
   parser.add_argument(
@@ -227,6 +330,8 @@ def main() -> None:
     _cost(args, shape)
   if 'variants' in args.tables:
     _variants(args, shape)
+  if 'model' in args.tables:
+    _model(args)
   rates.append(common.matmul_gflops())
   common.print_table(
     f'Expert layer: the run ({shape[0]} tokens, width {shape[1]}, hidden {shape[2]})',
