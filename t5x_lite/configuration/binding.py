@@ -330,7 +330,9 @@ class _Names(gin_config.ParseContext):
     root = selector.partition('.')[0]
     place = None
     find = self._registered
-    if isinstance(symbols.get(root), t5x_views.View):
+    if location.on_command_line and not self._registry_problem(selector, location):
+      problem = ''  # Two files may import two modules by the same name: a flag means what they use, as in T5X.
+    elif isinstance(symbols.get(root), t5x_views.View):
       place, problem = t5x_views.resolve(symbols[root], selector.split('.')[1:])
     elif root in symbols or (self._dynamic_registration and not location.on_command_line):
       problem = self._import_problem(selector)

@@ -20,7 +20,9 @@ from typing import Any
 from gin import config as gin_config
 
 from t5x_lite.configuration import module_imports
+from t5x_lite.configuration.syntax import REQUIRED
 from t5x_lite.configuration.syntax import Location
+from t5x_lite.configuration.syntax import Macro
 from t5x_lite.configuration.table import MACRO
 from t5x_lite.configuration.table import Key
 from t5x_lite.configuration.table import Row
@@ -234,7 +236,7 @@ def _check_effect(
   for row in table.values():
     scope, selector, parameter = row.key
     configurable = registry[selector]
-    if row.key in read or not row.is_flag:
+    if row.key in read or not row.is_flag or _is_required_by_file(row):
       continue
     # User code may call a function that it has registered itself without a reference.
     if selector != MACRO and configurable.import_source is None:
@@ -288,6 +290,22 @@ def misspelt_scopes(uses: list[Use], table: Table) -> list[str]:
   return sentences
 
 
+def _of_file(row: Row) -> Row | None:
+  """Return the binding of a file that a flag replaces, or None."""
+  found = row.former
+  while found is not None and found.is_flag:
+    found = found.former
+  return found
+
+
+def _is_required_by_file(row: Row) -> bool:
+  """Return True if a file requires the macro that a flag sets: without the flag, it would be missing."""
+  found = _of_file(row)
+  return (
+    found is not None and found.statement is not None and found.statement.value == Macro(REQUIRED)
+  )
+
+
 def _why_macro_has_no_effect(
   row: Row,
   entry: Callable[..., Any],
@@ -297,10 +315,7 @@ def _why_macro_has_no_effect(
   name = row.key[0]
   if name in replaced:
     return f'{replaced[name]} replaces the binding that reads {name!r}. Remove one of the two.'
-  of_file = row.former
-  while of_file is not None and of_file.is_flag:
-    of_file = of_file.former
-  if of_file is not None:
+  if _of_file(row) is not None:
     return f'a file sets {name!r} too, but {entry.__name__} does not use it. Remove the flag.'
   names = [used_name for used_name, selector, _ in read if selector == MACRO]
   return f'the macro {name!r} is not used.{did_you_mean(name, names)}'

@@ -607,7 +607,7 @@ def split_remedy(splits: Iterable[str]) -> str:
   """Return a sentence with the flag that selects a split; '' without splits.
 
   >>> split_remedy(['train', 'validation'])
-  ' To evaluate or to infer, set --gin.MIXTURE_OR_TASK_SPLIT=validation.'
+  ' To evaluate or to infer, set --gin.MIXTURE_OR_TASK_SPLIT=validation, or DatasetConfig.split in files of T5X.'
   """
   splits = list(splits)
   if 'validation' in splits:
@@ -616,7 +616,10 @@ def split_remedy(splits: Iterable[str]) -> str:
     proposed = next(iter(splits), None)
   if not proposed:
     return ''
-  return f' To evaluate or to infer, set --gin.MIXTURE_OR_TASK_SPLIT={proposed}.'
+  return (
+    f' To evaluate or to infer, set --gin.MIXTURE_OR_TASK_SPLIT={proposed}, or '
+    'DatasetConfig.split in files of T5X.'
+  )
 
 
 def _hash_arrays(arrays) -> str:

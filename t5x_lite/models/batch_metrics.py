@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import math
 from typing import Any
 
 from clu import metrics as clu_metrics
@@ -199,7 +200,7 @@ def metrics_of_batch(
 
   Args:
     is_correct: <bool>[batch, length], True where the target is the most probable token.
-    targets: <int>[batch, length].
+    targets: <int>[batch, length]; [batch] in a classifier, such as a dual encoder, whose mask has the same shape.
     mask: <float>[batch, length] loss weights, or None for ones.
     loss: the batch's loss; a float32 scalar is a sum, or a loss of unknown factor, and its mean is per batch.
     z_loss: z-loss contained in `loss`, with the same factor; or None.
@@ -216,7 +217,7 @@ def metrics_of_batch(
     z_loss = _normalized(z_loss, mask)
   # Positions of the rows that are not padding, so that it does not matter how a batch is filled up.
   is_real = losses.real_rows({'targets': targets, 'mask': mask, **(segment_ids or {})})
-  num_real_targets = jnp.sum(is_real, dtype=jnp.float32) * targets.shape[1]
+  num_real_targets = jnp.sum(is_real, dtype=jnp.float32) * math.prod(targets.shape[1:])
   num_seqs = targets.shape[0]
   # Token counts are floats: an int32 would overflow between two summaries of a large run.
   num_target_tokens = float(targets.size)

@@ -21,7 +21,8 @@ def check_vocabulary_fits(name: str, vocabulary: Any, network_vocab_size: int) -
     reason = (str(error).strip() or type(error).__name__).partition('\n')[0].removesuffix('.')
     raise errors.ConfigError(
       f'The {name} cannot be loaded: {reason}. If its file is missing or cannot be reached, '
-      'copy it to this machine and set VOCABULARY_FILE to its path.'
+      'copy it to this machine and bind sentencepiece_model_file of its class, or the macro '
+      'VOCABULARY_FILE if a file reads it, to its path.'
     ) from error
   if size is vocabulary:
     remedy = f'Set VOCABULARY, e.g. {gin_flag("VOCABULARY", "@vocabularies.ByteVocabulary()")}.'

@@ -261,3 +261,24 @@ def test_undefined_constants_and_imports_of_names_are_explained(tmp_path):
   assert message.endswith(
     "no module 't5x.utils.DatasetConfig'. Import t5x.utils, and write utils.DatasetConfig."
   )
+
+
+def test_a_flag_means_what_the_files_use_if_two_modules_have_its_name(tmp_path, monkeypatch):
+  folder = tmp_path / 'dual_encoders'
+  folder.mkdir()
+  (folder / 'models.py').write_text(
+    'from t5x_lite import models\nclass DualEncoderModel(models.EncoderDecoderModel):\n  pass\n'
+  )
+  monkeypatch.syspath_prepend(tmp_path)
+  theirs = tmp_path / 'theirs.gin'
+  theirs.write_text('from __gin__ import dynamic_registration\nfrom t5x import models\n')
+  head = 'from __gin__ import dynamic_registration\nfrom dual_encoders import models\n'
+  text = f"""\
+include 'recipes/keyword_cloze.gin'
+MODEL = @models.DualEncoderModel()
+models.DualEncoderModel.z_loss = 0.1
+include '{theirs}'
+"""
+  flag = 'models.DualEncoderModel.z_loss=0.5'
+  configuration = _load(tmp_path, text, flag, head=head)
+  assert configuration.argument('model')._z_loss == 0.5

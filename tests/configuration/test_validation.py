@@ -82,3 +82,15 @@ def test_annotations_of_users_are_not_compared(tmp_path, monkeypatch):
     'MODEL=@own_annotations.SameConstructor()', 'models.Model.width="wide"', files=files
   )
   assert 'must be int' in message and "got 'wide' of type str" in message
+
+
+def test_a_flag_that_sets_a_required_macro_is_needed_although_the_run_does_not_read_it(tmp_path):
+  (tmp_path / 'required.gin').write_text(
+    'from __gin__ import dynamic_registration\n'
+    'from tests.configuration import gin_program as data\n'
+    'CHECKPOINT = %gin.REQUIRED\n'
+    'other/data.DatasetConfig.name = %CHECKPOINT\n'
+  )
+  files = ('run.gin', 'model.gin', 'required.gin')
+  assert 'A required value is missing: CHECKPOINT' in cases.error_of(files=files)
+  cases.load('CHECKPOINT=None', files=files)

@@ -329,3 +329,18 @@ def test_a_row_without_loss_weights_counts_for_any_batch_size(batch, factor):
   if factor != 'NUM_TOTAL_TARGET_TOKENS':
     expected /= num_rows
   assert compute(merged, num_steps=num_rows + 1)['loss'] == pytest.approx(expected, rel=1e-5)
+
+
+def test_metrics_of_a_classifier_have_one_target_per_row():
+  # A dual encoder's targets are the indices of the rows in the batch.
+  found = models.compute_base_metrics(
+    logits=jnp.eye(4)[jnp.array([0, 1, 2, 2])],
+    targets=jnp.arange(4),
+    mask=None,
+    loss=jnp.array(8.0),
+    z_loss=0.0,
+  )
+  values = {name: metric.compute() for name, metric in found.items() if '/' not in name}
+  assert values['accuracy'] == 0.75
+  assert values['loss'] == 8
+  assert values['loss_per_all_target_tokens'] == 2
