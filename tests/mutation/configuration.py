@@ -18,6 +18,20 @@ MUTANTS = (
     'tests/t5x/forms/test_settings.py::test_what_t5x_accepts_is_logged_once_and_recorded',
   ),
   Mutant(
+    'a_package_that_is_installed_is_missing_as_a_whole',
+    't5x_lite/configuration/module_imports.py',
+    "  return not is_own and '.' in missing and missing.partition('.')[0] in sys.modules",
+    '  return False',
+    'tests/configuration/test_module_imports.py::test_a_file_for_another_version_of_a_package_is_named',
+  ),
+  Mutant(
+    'the_file_that_imports_a_failing_one_is_named',
+    't5x_lite/configuration/module_imports.py',
+    "    text = f'{lines[-1]} raises {text}'",
+    "    text = f'{lines[0]} raises {text}'",
+    'tests/configuration/test_module_imports.py::test_a_file_for_another_version_of_a_package_is_named',
+  ),
+  Mutant(
     'names_of_networks_need_no_import',
     't5x_lite/configuration/binding.py',
     '        if place is not None and (not is_of_network or place.module in used_modules):',
