@@ -91,6 +91,20 @@ MUTANTS = (
     f'{_FORMS}::test_an_ensemble_of_former_versions_decodes_with_ids_and_cache',
   ),
   Mutant(
+    'options_of_ours_are_dropped_next_to_steps_of_t5x',
+    't5x_lite/trainer/trainer.py',
+    '      self._check_own_step()\n',
+    '      pass\n',
+    f'{_FORMS}::test_options_that_t5x_does_not_have_need_our_step',
+  ),
+  Mutant(
+    'options_of_ours_are_errors_in_each_subclass_with_a_step',
+    't5x_lite/trainer/trainer.py',
+    '    self._makes_own_step = False\n',
+    '',
+    f'{_FORMS}::test_options_that_t5x_does_not_have_need_our_step',
+  ),
+  Mutant(
     'steps_of_t5x_get_our_argument',
     't5x_lite/trainer/trainer.py',
     'if self._weight_metrics_computer is None or is_of_t5x:',
