@@ -32,6 +32,20 @@ MUTANTS = (
     'tests/configuration/test_module_imports.py::test_a_file_for_another_version_of_a_package_is_named',
   ),
   Mutant(
+    'arguments_by_position_are_checked',
+    't5x_lite/configuration/validation.py',
+    '        passed.update(own[: len(types_of_arguments)])',
+    '        pass',
+    'tests/t5x/forms/test_settings.py::test_arguments_that_a_program_passes_have_no_effect',
+  ),
+  Mutant(
+    'checks_of_values_do_not_know_who_wrote_the_configuration',
+    't5x_lite/gin_utils.py',
+    '    context = checks.written_for_t5x(logged)\n  module_name',
+    '  module_name',
+    'tests/t5x/forms/test_settings.py::test_arguments_that_a_program_passes_have_no_effect',
+  ),
+  Mutant(
     'names_of_networks_need_no_import',
     't5x_lite/configuration/binding.py',
     '        if place is not None and (not is_of_network or place.module in used_modules):',

@@ -28,6 +28,13 @@ MUTANTS = (
     f'{_SUBCLASSING}::test_arguments_reach_logits_of_t5x_only_if_they_have_a_value',
   ),
   Mutant(
+    'nobody_says_that_a_factor_is_of_the_batch_before',
+    't5x_lite/models/base.py',
+    '      if subclassing.overrides(self, BaseTransformerModel.loss_fn):',
+    '      if False:',
+    f'{_SUBCLASSING}::test_a_loss_that_changes_targets_has_the_factor_of_the_batch_before',
+  ),
+  Mutant(
     'losses_always_ask_for_intermediates',
     't5x_lite/models/base.py',
     'if subclassing.overrides(self, BaseTransformerModel.auxiliary_losses):',
