@@ -139,8 +139,9 @@ _DEFAULT_CLASSES = {
 }
 
 
-# Methods of T5X's Checkpointer that commands do not call.
-_NOT_CALLED = (
+# Methods of T5X's `Checkpointer` and `SaveBestCheckpointer` that commands call, and the others.
+CALLED = ('__init__', '_get_state_dict_for_save', 'restore', 'save')
+NOT_CALLED = (
   '_create_lazy_awaitable_array',
   '_filter_out_force_keep_period_steps',
   '_get_checkpoint_dir',
@@ -533,7 +534,7 @@ def _check_supported(
     made = _class_of(constructor)
     problem = None
     if option == 'checkpointer_cls' and made is not None and issubclass(made, default.get()):
-      others = [name for name in _NOT_CALLED if not is_standard(made, name)]
+      others = [name for name in NOT_CALLED if not is_standard(made, name)]
       if others:
         problem = f'that overrides none of the methods {", ".join(others)}, which no command calls'
     elif not is_standard(constructor, method):

@@ -4,6 +4,7 @@ import ast
 from collections.abc import Iterator, Sequence
 import pathlib
 
+from t5x_lite.checkpoints import config
 from t5x_lite.compat import names
 from t5x_lite.compat import views
 
@@ -32,6 +33,12 @@ def check(checkout: str) -> int:
         here.append(name)
       else:
         wrong.append(f'{module}.{name} is neither here nor in the table')
+    if module == 't5x.checkpoints':
+      listed = {*config.CALLED, *config.NOT_CALLED}
+      for method in sorted(listed ^ {*_methods_of_checkpointers(ast.parse(path.read_text()))}):
+        wrong.append(
+          f'{method} is only in checkpoints.config, or only in T5X: a method that a class overrides'
+        )
   wrong += [
     f'{module} is in the table, and not a module of T5X'
     for module in names.MODULES
@@ -44,6 +51,12 @@ def check(checkout: str) -> int:
     sep='\n  ',
   )
   return len(wrong)
+
+
+def _methods_of_checkpointers(module: ast.Module) -> Iterator[str]:
+  for each in module.body:
+    if isinstance(each, ast.ClassDef) and each.name in ('Checkpointer', 'SaveBestCheckpointer'):
+      yield from (node.name for node in each.body if isinstance(node, ast.FunctionDef))
 
 
 def _is_set(node: ast.Name) -> bool:
