@@ -67,6 +67,13 @@ MUTANTS = (
     'tests/configuration/test_t5x_macros.py::test_a_macro_of_a_project_is_its_own',
   ),
   Mutant(
+    'parameters_that_read_a_macro_through_another_are_not_named',
+    't5x_lite/configuration/t5x_macros.py',
+    '      yield from _parameters(macro, bindings)',
+    '      pass',
+    'tests/configuration/test_t5x_macros.py::test_the_remedy_for_a_macro_without_effect_has_the_effect',
+  ),
+  Mutant(
     'a_flag_means_no_macro_of_a_project',
     't5x_lite/configuration/t5x_macros.py',
     'is_of_flag = each.text.path is None and name not in read_there',
