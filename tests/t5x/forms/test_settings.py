@@ -4,14 +4,21 @@ import logging
 import pathlib
 import re
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from t5x_lite import adafactor
 from t5x_lite import checks
+from t5x_lite import decoding
 from t5x_lite import gin_utils
+from t5x_lite import models
+from t5x_lite import networks
 from t5x_lite import optimizers
 from t5x_lite.errors import ConfigError
 from tests import compat as compat_tests
+from tests.models import model_cases
 
 _ACCEPTED = (
   '`DatasetConfig.use_custom_packing_ops` has no effect with pack=False.',
@@ -115,3 +122,50 @@ def test_arguments_that_a_program_passes_have_no_effect(tmp_path, caplog, name):
   tasks = 'DROPOUT_RATE = 0.0\nMIXTURE_OR_TASK_NAME = "x"\nTASK_FEATURE_LENGTHS = {"inputs": 1, "targets": 1}'
   with pytest.raises(ConfigError, match=f'{passes(name, "infer_script", name)} Remove'):
     load(f'{ours}{macros}\n{tasks}\n{bindings}')
+
+
+def _encoder_decoder():
+  return model_cases.make_model(decode_fn=decoding.temperature_sample), model_cases.make_batch()
+
+
+def _decoder_only():
+  vocabulary = model_cases.Vocabulary()
+  config = networks.TransformerConfig(
+    vocab_size=24, emb_dim=8, num_heads=1, head_dim=8, mlp_dim=8, num_layers=1
+  )
+  model = models.DecoderOnlyModel(
+    networks.DecoderWrapper(config),
+    vocabulary,
+    None,
+    decode_fn=decoding.temperature_sample,
+    inputs_bidirectional_attention=True,
+  )
+  inputs = jnp.asarray([[0, 5, 6, 0, 0, 0], [0, 7, 0, 0, 0, 0]], jnp.int32)
+  prefix = jnp.asarray([[1, 1, 1, 0, 0, 0], [1, 1, 0, 0, 0, 0]], jnp.int32)
+  return model, {'decoder_input_tokens': inputs, 'decoder_causal_attention': prefix}
+
+
+@pytest.mark.parametrize('make', [_encoder_decoder, _decoder_only])
+def test_more_decoding_steps_than_the_length_are_reduced(make, caplog):
+  """T5X raises for a number, and reduces one that has a hard limit or is an argument of the compiled function."""
+  model, batch = make()
+  params = model.get_initial_variables(jax.random.key(0), model_cases.shapes_of(batch))['params']
+
+  def predict(**options):
+    options = {'temperature': 0.0, **options}
+    return model.predict_batch_with_aux(params, batch, decoder_params=options)[0]
+
+  def predict_with(steps):
+    return predict(max_decode_steps=steps)
+
+  caplog.set_level(logging.INFO)
+  expected = predict()
+  numbers = ({}, {'max_decode_steps_hard_limit': 50})
+  for more in numbers:
+    with pytest.raises(ConfigError, match='max_decode_steps` must be an integer from 1 to 6'):
+      predict(max_decode_steps=99, **more)
+  with checks.written_for_t5x(set()):
+    for more in numbers:
+      np.testing.assert_array_equal(predict(max_decode_steps=99, **more), expected)
+  assert caplog.text.count('`max_decode_steps` is reduced to 6, the length of the sequences.') == 1
+  np.testing.assert_array_equal(jax.jit(predict_with)(99), expected)
