@@ -158,11 +158,19 @@ class MoeTrainer(trainer.Trainer):
       learning_rate_fn,
       num_microbatches,
       weight_metrics_computer,
-      gradient_transform=lambda grads: scale_sharded_grads(
-        grads, sharded_match_fn, num_expert_partitions
-      ),
       gradient_clip_norm=gradient_clip_norm,
       non_finite_policy=non_finite_policy,
       train_dtype=train_dtype,
       param_noise=param_noise,
     )
+    # Attributes of T5X's class, which steps of subclasses read.
+    self.data_partition_spec = partitioner.data_partition_spec
+    self._num_expert_partitions = num_expert_partitions
+    self._sharded_match_fn = sharded_match_fn
+
+  def partitioned_train_step(self) -> trainer.PartitionedTrainCallable:
+    """See base class; the step of a subclass scales the gradients itself."""
+    self._gradient_transform = lambda grads: scale_sharded_grads(
+      grads, self._sharded_match_fn, self._num_expert_partitions
+    )
+    return super().partitioned_train_step()

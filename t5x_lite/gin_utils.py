@@ -306,10 +306,12 @@ def load(
   texts, binder, rule = resolved
   table = binder.table
   logged = None
+  context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
   if _log_t5x(binder, texts):
     binder.resolve([gin_syntax.read_text(f'{_FOR_T5X} = True', 'T5X', is_flag=False)])
   if table.is_macro(_FOR_T5X):
     logged = set()
+    context = checks.written_for_t5x(logged)
   module_name, _, function_name = entry.rpartition('.')
   function = getattr(importlib.import_module(module_name), function_name)
   registry = gin_table.configurables()
@@ -319,7 +321,8 @@ def load(
       f'--gin_file={_RUN_FILES.get(function_name, "runs/pretrain.gin")}, or use a recipe: '
       f'{", ".join(gin_syntax.packaged_files("recipes"))}.'
     )
-  uses = gin_check.check(function, table)
+  with context:
+    uses = gin_check.check(function, table)
   for sentence in gin_check.misspelt_scopes(uses, table):
     logging.getLogger(__name__).warning(sentence)
   for sentence in inheritance.describe_missing(binder.not_inherited, uses):

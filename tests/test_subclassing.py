@@ -424,3 +424,33 @@ def test_the_feature_converter_of_t5x_is_that_of_the_model():
   model.FEATURE_CONVERTER_CLS = list
   assert model.FEATURE_CONVERTER is list
   assert cases.make_model().FEATURE_CONVERTER_CLS == 'encoder_decoder'
+
+
+class _HalfOfTargets(models.EncoderDecoderModel):
+  def loss_fn(self, params, batch, dropout_rng):
+    weights = batch['decoder_loss_weights'].at[:, ::2].set(0)
+    return super().loss_fn(params, {**batch, 'decoder_loss_weights': weights}, dropout_rng)
+
+
+@pytest.mark.parametrize('factor, is_logged', [('NUM_REAL_TARGET_TOKENS', True), (8.0, False)])
+def test_a_loss_that_changes_targets_has_the_factor_of_the_batch_before(caplog, factor, is_logged):
+  """T5X divides the loss of each micro-batch by the factor of its changed targets."""
+  caplog.set_level(logging.INFO)
+  options = {'loss_normalizing_factor': factor}
+  model = cases.make_model(model_cls=_HalfOfTargets, **options)
+  batch = cases.make_batch()
+  params = model.get_initial_variables(jax.random.key(0), cases.shapes_of(batch))['params']
+  whole, _ = model.loss_fn(params, batch, None)
+  part_model, parts, fixed = model.for_microbatches(batch, 2)
+  message = 'divided by the NUM_REAL_TARGET_TOKENS of the batch before _HalfOfTargets.loss_fn'
+  assert caplog.text.count(message) == is_logged
+  rows = [{name: value[i::2] for name, value in parts.items()} for i in range(2)]
+  total = sum(part_model.loss_fn(params, {**each, **fixed}, None)[0] for each in rows)
+  weights = batch['decoder_loss_weights']
+  share = 1.0
+  if is_logged:
+    share = float(weights[:, 1::2].sum() / weights.sum())
+  np.testing.assert_allclose(total, share * whole, rtol=1e-5)
+  caplog.clear()
+  cases.make_model(**options).for_microbatches(batch, 2)
+  assert not caplog.text

@@ -139,8 +139,9 @@ _DEFAULT_CLASSES = {
 }
 
 
-# Methods of T5X's Checkpointer that commands do not call.
-_NOT_CALLED = (
+# Methods of T5X's `Checkpointer` and `SaveBestCheckpointer` that commands call, and the others.
+CALLED = ('__init__', '_get_state_dict_for_save', 'restore', 'save')
+NOT_CALLED = (
   '_create_lazy_awaitable_array',
   '_filter_out_force_keep_period_steps',
   '_get_checkpoint_dir',
@@ -239,10 +240,16 @@ class SaveCheckpointConfig(checks.MutableConfig):
   max_failures_in_a_row: int = 3
   policies: Sequence[Any] = ()
   save_base: bool = False
-  # Value of `keep_best` that the class of an option has set, which another `keep` replaces.
-  _keep_best_of_class: int | None = dataclasses.field(
+  # Values that those of the class of an option have replaced; an assignment of `keep` brings them back.
+  _replaced: Mapping[str, Any] | None = dataclasses.field(
     default=None, init=False, repr=False, compare=False
   )
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    """Set a value; another `keep` counts the best checkpoints anew, see `checkpointer_cls`."""
+    if name == 'keep' and self._replaced is not None:
+      vars(self).update(self._replaced, _replaced=None)
+    super().__setattr__(name, value)
 
   def check(self) -> None:
     """See `MutableConfig`."""
@@ -293,8 +300,7 @@ class SaveCheckpointConfig(checks.MutableConfig):
   def _set_retention(self, option: str, retention: Mapping[str, Any]) -> None:
     """Set the options of keeping to those of the class of an option."""
     keep_best = retention.get('keep_best')
-    others = (None, keep_best, self._keep_best_of_class)
-    if keep_best is not None and self.keep_best not in others:
+    if keep_best is not None and self.keep_best not in (None, keep_best):
       raise checks.invalid(
         'SaveCheckpointConfig',
         'keep_best',
@@ -302,10 +308,10 @@ class SaveCheckpointConfig(checks.MutableConfig):
         self.keep_best,
         'Set keep, the number of best checkpoints, and the options of the class.',
       )
-    for name, value in retention.items():
-      if value is not None or name == 'keep':
-        setattr(self, name, value)
-    self._keep_best_of_class = keep_best or self._keep_best_of_class
+    given = {name: each for name, each in retention.items() if each is not None or name == 'keep'}
+    replaced = {name: getattr(self, name) for name in given if name != 'keep'}
+    if given:
+      vars(self).update(given, _replaced={**replaced, **(self._replaced or {})})
 
 
 @dataclasses.dataclass
@@ -533,7 +539,7 @@ def _check_supported(
     made = _class_of(constructor)
     problem = None
     if option == 'checkpointer_cls' and made is not None and issubclass(made, default.get()):
-      others = [name for name in _NOT_CALLED if not is_standard(made, name)]
+      others = [name for name in NOT_CALLED if not is_standard(made, name)]
       if others:
         problem = f'that overrides none of the methods {", ".join(others)}, which no command calls'
     elif not is_standard(constructor, method):

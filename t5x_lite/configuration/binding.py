@@ -288,13 +288,9 @@ class _Names(gin_config.ParseContext):
       self.process_import(statement.statement)
     except ModuleNotFoundError as error:
       raise ConfigError(f'{statement.location}: {_import_message(module, error)}') from error
-    except ImportError as error:
-      remedy = module_imports.remedy_for(error.name or '', error)
-      if not remedy:
-        raise
-      raise ConfigError(
-        f'{statement.location}: importing {module} failed: {error}.{remedy}'
-      ) from error
+    except (ImportError, AttributeError) as error:
+      why = module_imports.why_import_fails(error)
+      raise ConfigError(f'{statement.location}: importing {module} failed: {why}') from error
 
   def _add_view(self, statement: gin_syntax.Import) -> None:
     """Import a module of T5X on behalf of the file: a view of our objects, even if T5X is installed."""
@@ -675,6 +671,8 @@ def _of_its_own_package(statement: gin_syntax.Import) -> gin_syntax.Import:
 def _import_message(module: str, error: ModuleNotFoundError) -> str:
   """Return the message of a failed import: the module is misspelt, or one of its requirements is missing."""
   missing = error.name or ''
+  if module_imports.is_other_version(module, error):
+    return f'importing {module} failed: {module_imports.why_import_fails(error)}'
   if not (module == missing or module.startswith(missing + '.')):
     return f'importing {module} failed: it requires {missing!r}, which is not installed.{_extra(missing, error)}'
   parent, _, leaf = missing.rpartition('.')

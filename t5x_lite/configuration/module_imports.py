@@ -151,22 +151,59 @@ def import_module(module: str, *, what: str = 'Module') -> None:
   import_triton_first(module)
   try:
     importlib.import_module(module)
-  except ImportError as error:
-    remedy = remedy_for(error.name or '', error)
-    if isinstance(error, ModuleNotFoundError):
-      problem = f'there is no module {error.name!r}'
-      if not _is_view(error.name):
-        is_own = f'{module}.'.startswith(f'{error.name}.')
-        if is_own:
-          folder = 'run the command in its folder, or add the folder to PYTHONPATH'
-        else:
-          folder = 'correct the import'
-        remedy = f' Install it, or {folder}.{" Omit the suffix .py." if module.endswith(".py") else ""}{remedy}'
-    elif remedy:
-      problem = str(error)
+  except (ImportError, AttributeError) as error:
+    raise ConfigError(f'{what} {module!r} cannot be imported: {_problem(module, error)}') from error
+
+
+def _problem(module: str, error: ImportError | AttributeError) -> str:
+  if not isinstance(error, ModuleNotFoundError) or is_other_version(module, error):
+    return why_import_fails(error)
+  missing = error.name or ''
+  remedy = remedy_for(missing, error)
+  if not _is_view(missing):
+    if f'{module}.'.startswith(f'{missing}.'):
+      folder = 'run the command in its folder, or add the folder to PYTHONPATH'
     else:
-      raise
-    raise ConfigError(f'{what} {module!r} cannot be imported: {problem}.{remedy}') from error
+      folder = 'correct the import'
+    remedy = f' Install it, or {folder}.{" Omit the suffix .py." if module.endswith(".py") else ""}{remedy}'
+  return f'there is no module {missing!r}.{remedy}'
+
+
+def is_other_version(module: str, error: ModuleNotFoundError) -> bool:
+  """Return True if another module than the imported one misses a part of a package that is imported already."""
+  missing = error.name or ''
+  is_own = f'{module}.'.startswith(f'{missing}.')
+  return not is_own and '.' in missing and missing.partition('.')[0] in sys.modules
+
+
+def why_import_fails(error: ImportError | AttributeError) -> str:
+  """Return why a module cannot be imported: the line that fails, its error, and what to do.
+
+  Such a line was mostly written for another version of a package, which had the name.
+  """
+  text = f'{type(error).__name__}: {error}'
+  lines = [
+    f'{frame.filename}:{frame.lineno}'
+    for frame in traceback.extract_tb(error.__traceback__)
+    if frame.name == '<module>'
+  ]
+  if lines:  # else a file of machine code fails
+    text = f'{lines[-1]} raises {text}'
+  text = text.removesuffix('.')
+  if isinstance(error, ImportError):
+    owner = error.name or ''
+  else:
+    owner = getattr(error.obj, '__name__', '')
+  remedy = remedy_for(owner, error)
+  if remedy:
+    return f'{text}.{remedy}'
+  if isinstance(error, AttributeError) and _is_view(owner):  # has the alternative
+    return f'{text}.'
+  package = owner.partition('.')[0]
+  version = getattr(sys.modules.get(package), '__version__', None)
+  if version is None:
+    return f'{text}. Change this line.'
+  return f'{text}. Change this line for {package} {version}, which is installed.'
 
 
 def remedy_for(missing: str, error: BaseException | None = None) -> str:

@@ -4,6 +4,7 @@ A project's macro of the same name means nothing to T5X's files. So it means not
 another name then.
 """
 
+import ast
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 from t5x_lite.compat import names as t5x_names
 from t5x_lite.configuration import syntax
+from t5x_lite.formatting import gin_flag
 
 _logger = logging.getLogger(__name__)
 
@@ -57,13 +59,13 @@ def separate(texts: Sequence[syntax.Text]) -> list[syntax.Text]:
   defined_here: set[str] = set()
   read_here: set[str] = set()
   read_there: set[str] = set()
-  defined_there: dict[str, syntax.Location] = {}
+  defined_there: dict[str, syntax.Binding] = {}
   for each in bindings:
     name = each.statement.macro_name
     if name and _is_ours(each, name):
       defined_here.add(name)
     elif name and each.text.path is not None:
-      defined_there[name] = each.statement.location
+      defined_there[name] = each.statement
     for read in syntax.macros_in(each.statement.value):
       if not _is_ours(each, read):
         read_there.add(read)
@@ -71,11 +73,13 @@ def separate(texts: Sequence[syntax.Text]) -> list[syntax.Text]:
         read_here.add(read)
   shared = read_here & defined_here & defined_there.keys()
   for name in sorted(shared - read_there):
+    statement = defined_there[name]
     _logger.warning(
-      "%s: the macro %r has no effect, since T5X's files do not read it. Bind the parameters, or pass --gin.%s.",
-      defined_there[name],
+      "%s: the macro %r has no effect, since T5X's files do not read it. Pass %s, or bind %s after the include.",
+      statement.location,
       name,
-      name,
+      gin_flag(name, _written(statement.value)),
+      ' and '.join(dict.fromkeys(_parameters(name, bindings))),
     )
 
   def new_name(each: _Binding, name: str) -> str:
@@ -87,6 +91,28 @@ def separate(texts: Sequence[syntax.Text]) -> list[syntax.Text]:
   if not shared:
     return list(texts)
   return [_renamed(text, None, new_name) for text in texts]
+
+
+def _parameters(name: str, bindings: Sequence[_Binding]) -> Iterator[str]:
+  """Yield the parameters that read a macro of ours, also through others, with the lines that bind them."""
+  for each in bindings:
+    if each.theirs is None or not _is_ours(each, name):
+      continue
+    if name not in syntax.macros_in(each.statement.value):
+      continue
+    macro = each.statement.macro_name
+    if not macro:
+      yield f'{each.statement.key} ({each.statement.location})'
+    elif macro != name:
+      yield from _parameters(macro, bindings)
+
+
+def _written(value: Any) -> str:
+  """Return the gin text of a plain value, otherwise a placeholder."""
+  try:
+    return repr(ast.literal_eval(repr(value)))
+  except (SyntaxError, ValueError):  # a reference or a macro
+    return 'VALUE'
 
 
 def _walk(text: syntax.Text, theirs: frozenset[str] | None) -> Iterator[_Binding]:

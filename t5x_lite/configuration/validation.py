@@ -19,6 +19,7 @@ from typing import Any
 
 from gin import config as gin_config
 
+from t5x_lite import checks
 from t5x_lite.configuration import module_imports
 from t5x_lite.configuration.syntax import REQUIRED
 from t5x_lite.configuration.syntax import Location
@@ -157,13 +158,20 @@ def check(
       parameters = _signature(use.configurable.wrapped)
       if parameters is not None:
         signatures.append((use, parameters))
+  checked = []
   for use, parameters in signatures:
     if not _is_checked(use.configurable.wrapped):
       continue
     hints = _type_hints(use.configurable.wrapped)
     for name, row in use.bound.items():
       if name in hints and name in parameters:
-        _check_type(use, parameters[name], hints[name], row, table)
+        checked.append((use, parameters[name], hints[name], row))
+  without_effect = set()
+  for use, _, hint, row in checked:
+    without_effect |= _arguments_of_callers(use, hint, row, table)
+  for use, parameter, hint, row in checked:
+    if row.key not in without_effect:
+      _check_type(use, parameter, hint, row, table)
   for use, parameters in signatures:
     if use.evaluated:
       unbound = _unbound(use, parameters)
@@ -484,7 +492,6 @@ def _check_reference(
   made = _made(fn_or_cls)
   kinds = [kind for kind in _alternatives(hint) if kind is not type(None)]
   location = row.location
-  _check_protocol(use, kinds, value, table)
   if made is None:
     return
   written = f'@{short_name(configurable)}'
@@ -528,27 +535,39 @@ def _full_name(made: type) -> str:
   return f'{made.__module__}.{made.__qualname__}'
 
 
-def _check_protocol(
-  use: Use, kinds: list[Any], value: gin_config.ConfigurableReference, table: Table
-) -> None:
-  """Raise for bindings of keyword-only parameters of a protocol, which its callers pass."""
-  if value.evaluate:
-    return
+def _arguments_of_callers(use: Use, hint: Any, row: Row, table: Table) -> set[Key]:
+  """Return the bindings of a function for parameters that its caller passes, so that they have no effect.
+
+  They are the keyword-only parameters of a protocol, and the first ones of a `Callable` with types of its arguments.
+
+  Raises:
+    ConfigError: there are any, and the configuration was not written for T5X, which accepts them.
+  """
+  value = table.path(row)[-1].value
+  if not isinstance(value, gin_config.ConfigurableReference) or value.evaluate:
+    return set()
+  configurable = configurable_of(value)
+  own = list(_signature(configurable.wrapped) or ())
   passed = set()
-  for kind in kinds:
+  for kind in _alternatives(hint):
+    if typing.get_origin(kind) is collections.abc.Callable:
+      types_of_arguments = typing.get_args(kind)[0]
+      if isinstance(types_of_arguments, list):
+        passed.update(own[: len(types_of_arguments)])
     if _is_protocol(kind) and '__call__' in vars(kind):
       for parameter in inspect.signature(kind.__call__).parameters.values():
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
           passed.add(parameter.name)
-  configurable = configurable_of(value)
+  keys = set()
   for length in range(len(value.scopes) + 1):
     scope = '/'.join(value.scopes[:length])
     bound = table.groups.get((scope, configurable.selector), {})
     for name in sorted(passed & set(bound)):
-      raise ConfigError(
-        f'{short_name(configurable)}.{name} has no effect: {use.name} passes {name} itself. '
-        f'Remove the binding, and set {name} in {use.name}.'
-      )
+      problem = f'{short_name(configurable)}.{name} has no effect: {use.name} passes {name} itself.'
+      if not checks.log_for_t5x(problem):
+        raise ConfigError(f'{problem} Remove the binding, and set {name} in {use.name}.')
+      keys.add((scope, configurable.selector, name))
+  return keys
 
 
 def _made(fn_or_cls: Any) -> type | None:

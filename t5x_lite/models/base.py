@@ -7,6 +7,7 @@ batch. `FEATURE_CONVERTER` names its feature converter, which `data` resolves.
 import abc
 from collections.abc import Callable, Collection, Mapping, Sequence
 import copy
+import logging
 from typing import Any, ClassVar, Literal
 
 import flax.linen as nn
@@ -571,6 +572,13 @@ class BaseTransformerModel(BaseModel):
       fixed[_AUXILIARY_WEIGHT] = self._auxiliary_weight(batch, weights, factor)
     if isinstance(self._loss_normalizing_factor, losses.SpecialLossNormalizingFactor):
       fixed[losses.FACTOR_OF_BATCH] = factor
+      if subclassing.overrides(self, BaseTransformerModel.loss_fn):
+        logging.getLogger(__name__).info(
+          'The losses of micro-batches are divided by the %s of the batch before %s.loss_fn, also if it changes the '
+          'targets or their weights.',
+          self._loss_normalizing_factor.name,
+          type(self).__name__,
+        )
     return model, batch, fixed
 
   def loss_fn(self, params, batch, dropout_rng, flax_mutables=None):

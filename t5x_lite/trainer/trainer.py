@@ -27,6 +27,7 @@ from t5x_lite.errors import ConfigError, DataError, PreemptionError
 from t5x_lite.metrics import OfLastStep
 from t5x_lite.metrics import merge_metrics
 from t5x_lite.models import BaseModel
+from t5x_lite.models import qk_clip
 from t5x_lite.schedules import LearningRateCallable
 from t5x_lite.train_state import FlaxOptimTrainState
 from t5x_lite.train_state import InferenceState
@@ -292,9 +293,13 @@ class BaseTrainer(subclassing.WithMethodsOfT5x, contextlib.AbstractContextManage
 
   # ---- training ----------------------------------------------------------------------------------------------------
 
+  def make_train_step(self) -> PartitionedTrainCallable:
+    """Return `partitioned_train_step()`, for callers of the trainer."""
+    return self.partitioned_train_step()
+
   @functools.cached_property
   def _train_step(self) -> PartitionedTrainCallable:
-    return self.partitioned_train_step()
+    return self.make_train_step()
 
   def compile_train(self, batch: Mapping[str, Any]) -> None:
     """Compile the training step ahead of time, otherwise the first step compiles; see `lower_train`."""
@@ -588,6 +593,7 @@ class Trainer(BaseTrainer):
     self._gradient_transform = gradient_transform
     self._gradient_clip_norm = gradient_clip_norm
     self.non_finite = non_finite.Monitor(non_finite_policy)
+    self._makes_own_step = True  # until `partitioned_train_step` of this class is called
 
   def check_batch(self, element_spec: Mapping[str, Any]) -> None:
     """See base class; raise also for a rule of `train_dtype` that applies to no parameter or feature."""
@@ -625,8 +631,43 @@ class Trainer(BaseTrainer):
     computes: Any = np.bool_(is_last)
     return (computes,)
 
+  def make_train_step(self) -> PartitionedTrainCallable:
+    """See base class; raise for options that have no effect, since a subclass does not call the step of this class."""
+    step = super().make_train_step()
+    if self._makes_own_step:
+      self._check_own_step()
+    return step
+
+  def _check_own_step(self) -> None:
+    none = checks.Expectation(
+      f'None next to the training step of {type(self).__name__}, which does not apply it',
+      lambda value: value is None,
+      'Remove it, or let the step call super().',
+    )
+    options = {
+      'gradient_transform': self._gradient_transform,
+      'gradient_clip_norm': self._gradient_clip_norm,
+      'train_dtype': self._step_params.train_dtype,
+      'param_noise': self._step_params.noise,
+    }
+    checks.check('Trainer', options, **dict.fromkeys(options, none))
+    clip = qk_clip.config_of(getattr(self._model, 'module', None))
+    if clip is not None:
+      threshold = {'qk_clip_threshold': clip.qk_clip_threshold}
+      checks.check(type(clip).__name__, threshold, qk_clip_threshold=none)
+    # The other actions are those of states too, which are tested when they are saved.
+    if self.non_finite.policy.action == 'skip':
+      raise checks.invalid(
+        'NonFinitePolicy',
+        'action',
+        f"another one than 'skip' next to the training step of {type(self).__name__}, which does not skip updates",
+        'skip',
+        "Set 'stop', or let the step call super().",
+      )
+
   def partitioned_train_step(self) -> PartitionedTrainCallable:
     """See base class."""
+    self._makes_own_step = False
     if self._learning_rate_is_ignored:
       logging.getLogger(__name__).warning(
         'The optimizer has a learning-rate schedule: Trainer.learning_rate_fn has no effect.'

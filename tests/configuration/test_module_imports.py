@@ -2,12 +2,15 @@
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import textwrap
 
+import flax
 import pytest
 
+from t5x_lite import compat
 from t5x_lite import gin_utils
 from t5x_lite.configuration import module_imports
 from t5x_lite.errors import ConfigError
@@ -44,6 +47,50 @@ def test_a_folder_t5x_is_not_t5x(tmp_path, monkeypatch, line):
   ):
     gin_utils.load('t5x_lite.apps.train.train', gin_utils.read([str(tmp_path / 'a.gin')]))
   sys.modules.pop('t5x', None)
+
+
+_FLAX = f'Change this line for flax {flax.__version__}, which is installed.'
+
+
+@pytest.mark.parametrize(
+  'line, message',
+  [
+    ('from flax import optim', f"ImportError: cannot import name 'optim' .* {_FLAX}"),
+    ('import flax.optim', f"ModuleNotFoundError: No module named 'flax.optim'. {_FLAX}"),
+    ('adam = flax.optim.Adam', f"AttributeError: .* has no attribute 'optim'. {_FLAX}"),
+    ('made = flax.linen.Made', f"AttributeError: .* has no attribute 'Made'. {_FLAX}"),
+    ('none = dict.none', "AttributeError: .* has no attribute 'none'. Change this line.$"),
+    (
+      'from t5x.utils import FLAGS',
+      "ImportError: .* from 't5x.utils' .*no equivalent.*flags of your own.$",
+    ),
+    ('flags = t5x.utils.FLAGS', 'AttributeError: .*no equivalent.* flags of your own.$'),
+  ],
+)
+def test_a_file_for_another_version_of_a_package_is_named(tmp_path, monkeypatch, line, message):
+  """flax removed `optim`, which projects for T5X of 2022 import; t5x_lite has no `FLAGS`."""
+  (tmp_path / 'former_base.py').write_text(f'import flax\nimport t5x\n{line}\n')
+  (tmp_path / 'former_layers.py').write_text('import former_base')
+  (tmp_path / 'base.gin').write_text('\nimport former_layers')
+  (tmp_path / 'a.gin').write_text("include 'base.gin'")
+  monkeypatch.syspath_prepend(tmp_path)
+  for name in [name for name in sys.modules if name.partition('.')[0] == 't5x']:
+    monkeypatch.delitem(sys.modules, name)
+  compat.install()
+  place = re.escape(f'{tmp_path}/former_base.py:3 raises ')
+  try:
+    with pytest.raises(
+      ConfigError, match=f'base.gin:2: importing former_layers failed: {place}{message}'
+    ) as found:
+      gin_utils.load('t5x_lite.apps.train.train', gin_utils.read([str(tmp_path / 'a.gin')]))
+    assert isinstance(found.value.__cause__, (ImportError, AttributeError))
+    with pytest.raises(
+      ConfigError, match=f"Module 'former_layers' cannot be imported: {place}{message}"
+    ):
+      module_imports.import_module('former_layers')
+  finally:
+    for name in [name for name in sys.modules if name.partition('.')[0] == 't5x']:
+      del sys.modules[name]
 
 
 # A module that imports PyTorch after TensorFlow, as tasks of seqio do.

@@ -1,10 +1,13 @@
 """A project's macros mean what they mean in T5X: our files under T5X's paths do not read those that T5X's lack."""
 
 import logging
+import re
+import shlex
 
 import gin
 import pytest
 
+from t5x_lite import errors
 from t5x_lite import gin_utils
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.configuration import t5x_macros
@@ -155,6 +158,38 @@ def test_a_flag_still_sets_a_macro_of_ours(tmp_path, name):
   assert changed[setting] != default.get(setting)
   # Also if a file of the project defines it, for nothing.
   assert _settings(tmp_path, path, body=f"{name} = 'of x'", flags=[(name, value)]) == changed
+
+
+@pytest.mark.parametrize('name', _OURS)
+def test_the_remedy_for_a_macro_without_effect_has_the_effect(tmp_path, name, caplog):
+  path, value, setting = _OURS[name]
+  with caplog.at_level(logging.WARNING):
+    _settings(tmp_path, path, body=f'{name} = {value}')
+  pass_flag, bind = re.search(r'Pass (.*), or bind (.*) after the include', caplog.text).groups()
+  if value.startswith('@'):
+    pass_flag = pass_flag.replace('VALUE', value)
+  (flag,) = shlex.split(pass_flag)
+  macro, _, text = flag.removeprefix('--gin.').partition('=')
+  changed = _settings(tmp_path, path, flags=[(macro, text)])
+  assert changed[setting] != _settings(tmp_path, path).get(setting)
+  # The parameters are those that the flag changes.
+  assert setting.rpartition('.')[2] in {
+    each.split(' ')[0].rpartition('.')[2] for each in bind.split(' and ')
+  }
+
+
+def test_a_parameter_that_a_warning_names_may_be_bound(tmp_path, caplog):
+  path = 'configs/runs/finetune.gin'
+  with caplog.at_level(logging.WARNING):
+    _settings(tmp_path, path, body='SAVING_PERIOD = 7')
+  found = re.search(r"the macro 'SAVING_PERIOD' .* or bind (\S+) \(runs/train.gin:", caplog.text)
+  # Without the import, the error names it.
+  with pytest.raises(errors.ConfigError, match='Add `from t5x import checkpoints`'):
+    _settings(tmp_path, path, body=f'{found[1]} = 7')
+  body = f'from t5x import checkpoints\n{found[1]} = 7'
+  assert _settings(tmp_path, path, body=body) == _settings(
+    tmp_path, path, flags=[('SAVING_PERIOD', '7')]
+  )
 
 
 def test_a_flag_means_the_macro_that_the_project_reads(tmp_path):

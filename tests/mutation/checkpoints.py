@@ -844,9 +844,37 @@ MUTANTS = (
   Mutant(
     'methods_that_no_command_calls_are_accepted',
     't5x_lite/checkpoints/config.py',
-    'others = [name for name in _NOT_CALLED if not is_standard(made, name)]',
+    'others = [name for name in NOT_CALLED if not is_standard(made, name)]',
     'others = []',
     'tests/checkpoints/t5x/test_legacy.py::test_commands_accept_the_methods_that_they_call',
+  ),
+  Mutant(
+    'the_state_of_a_restore_of_a_user_is_not_compared',
+    't5x_lite/apps/common/starting_point.py',
+    '  if others:\n    raise CheckpointError(\n      f"{owner}.restore must',
+    '  if False:\n    raise CheckpointError(\n      f"{owner}.restore must',
+    'tests/t5x/forms/test_own_checkpointer.py::test_names_and_shapes_are_compared_next_to_a_restore_of_the_project',
+  ),
+  Mutant(
+    'a_restore_of_a_user_has_only_options_of_t5x',
+    't5x_lite/apps/common/starting_point.py',
+    '  checkpointer.set_restore_cfg(cfg)\n',
+    '',
+    'tests/t5x/forms/test_own_checkpointer.py::test_names_and_shapes_are_compared_next_to_a_restore_of_the_project',
+  ),
+  Mutant(
+    'another_number_to_keep_leaves_the_best',
+    't5x_lite/checkpoints/config.py',
+    "    if name == 'keep' and self._replaced is not None:",
+    '    if False:',
+    'tests/t5x/forms/test_changed_configs.py::test_another_number_of_best_checkpoints_may_be_assigned',
+  ),
+  Mutant(
+    'a_method_that_no_command_calls_is_not_listed',
+    't5x_lite/checkpoints/config.py',
+    "  'convert_from_tf_checkpoint',\n",
+    '',
+    'tests/checkpoints/t5x/test_legacy.py::test_each_public_method_is_called_or_listed',
   ),
   Mutant(
     'layers_of_a_part_may_be_missing',

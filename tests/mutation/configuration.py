@@ -18,6 +18,34 @@ MUTANTS = (
     'tests/t5x/forms/test_settings.py::test_what_t5x_accepts_is_logged_once_and_recorded',
   ),
   Mutant(
+    'a_package_that_is_installed_is_missing_as_a_whole',
+    't5x_lite/configuration/module_imports.py',
+    "  return not is_own and '.' in missing and missing.partition('.')[0] in sys.modules",
+    '  return False',
+    'tests/configuration/test_module_imports.py::test_a_file_for_another_version_of_a_package_is_named',
+  ),
+  Mutant(
+    'the_file_that_imports_a_failing_one_is_named',
+    't5x_lite/configuration/module_imports.py',
+    "    text = f'{lines[-1]} raises {text}'",
+    "    text = f'{lines[0]} raises {text}'",
+    'tests/configuration/test_module_imports.py::test_a_file_for_another_version_of_a_package_is_named',
+  ),
+  Mutant(
+    'arguments_by_position_are_checked',
+    't5x_lite/configuration/validation.py',
+    '        passed.update(own[: len(types_of_arguments)])',
+    '        pass',
+    'tests/t5x/forms/test_settings.py::test_arguments_that_a_program_passes_have_no_effect',
+  ),
+  Mutant(
+    'checks_of_values_do_not_know_who_wrote_the_configuration',
+    't5x_lite/gin_utils.py',
+    '    context = checks.written_for_t5x(logged)\n  module_name',
+    '  module_name',
+    'tests/t5x/forms/test_settings.py::test_arguments_that_a_program_passes_have_no_effect',
+  ),
+  Mutant(
     'names_of_networks_need_no_import',
     't5x_lite/configuration/binding.py',
     '        if place is not None and (not is_of_network or place.module in used_modules):',
@@ -37,6 +65,13 @@ MUTANTS = (
     "      return f'{_OURS}{name}'",
     '      return name',
     'tests/configuration/test_t5x_macros.py::test_a_macro_of_a_project_is_its_own',
+  ),
+  Mutant(
+    'parameters_that_read_a_macro_through_another_are_not_named',
+    't5x_lite/configuration/t5x_macros.py',
+    '      yield from _parameters(macro, bindings)',
+    '      pass',
+    'tests/configuration/test_t5x_macros.py::test_the_remedy_for_a_macro_without_effect_has_the_effect',
   ),
   Mutant(
     'a_flag_means_no_macro_of_a_project',

@@ -28,6 +28,13 @@ MUTANTS = (
     f'{_SUBCLASSING}::test_arguments_reach_logits_of_t5x_only_if_they_have_a_value',
   ),
   Mutant(
+    'nobody_says_that_a_factor_is_of_the_batch_before',
+    't5x_lite/models/base.py',
+    '      if subclassing.overrides(self, BaseTransformerModel.loss_fn):',
+    '      if False:',
+    f'{_SUBCLASSING}::test_a_loss_that_changes_targets_has_the_factor_of_the_batch_before',
+  ),
+  Mutant(
     'losses_always_ask_for_intermediates',
     't5x_lite/models/base.py',
     'if subclassing.overrides(self, BaseTransformerModel.auxiliary_losses):',
@@ -89,6 +96,20 @@ MUTANTS = (
     "    if not hasattr(decoding_state, 'cur_token'):\n",
     '    if False:\n',
     f'{_FORMS}::test_an_ensemble_of_former_versions_decodes_with_ids_and_cache',
+  ),
+  Mutant(
+    'options_of_ours_are_dropped_next_to_steps_of_t5x',
+    't5x_lite/trainer/trainer.py',
+    '      self._check_own_step()\n',
+    '      pass\n',
+    f'{_FORMS}::test_options_that_t5x_does_not_have_need_our_step',
+  ),
+  Mutant(
+    'options_of_ours_are_errors_in_each_subclass_with_a_step',
+    't5x_lite/trainer/trainer.py',
+    '    self._makes_own_step = False\n',
+    '',
+    f'{_FORMS}::test_options_that_t5x_does_not_have_need_our_step',
   ),
   Mutant(
     'steps_of_t5x_get_our_argument',

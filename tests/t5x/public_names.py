@@ -1,9 +1,12 @@
 """T5X's public names against the table of `t5x_lite.compat.names`."""
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 import pathlib
+import sys
 
+from t5x_lite.checkpoints import config
+from t5x_lite.compat import forks
 from t5x_lite.compat import names
 from t5x_lite.compat import views
 
@@ -32,11 +35,18 @@ def check(checkout: str) -> int:
         here.append(name)
       else:
         wrong.append(f'{module}.{name} is neither here nor in the table')
+    if module == 't5x.checkpoints':
+      listed = {*config.CALLED, *config.NOT_CALLED}
+      for method in sorted(listed ^ {*_methods_of_checkpointers(ast.parse(path.read_text()))}):
+        wrong.append(
+          f'{method} is only in checkpoints.config, or only in T5X: a method that a class overrides'
+        )
   wrong += [
     f'{module} is in the table, and not a module of T5X'
     for module in names.MODULES
     if module not in modules
   ]
+  wrong += _taken_for_a_fork(checkout, modules)
   print(
     f"{len(here)} of {len(here) + len(left_out) + len(wrong)} public names of T5X's modules are here, {len(left_out)} "
     'have a sentence with the alternative.',
@@ -44,6 +54,24 @@ def check(checkout: str) -> int:
     sep='\n  ',
   )
   return len(wrong)
+
+
+def _taken_for_a_fork(checkout: str, modules: Iterable[str]) -> list[str]:
+  """Return what of T5X itself, as `t5x` of the current folder, counts as a project's: nothing but its tests."""
+  finder = forks.LastFolder(checkout)
+  sys.meta_path.append(finder)
+  try:
+    names_of_project = views.names_of_forks()
+    wrong = [f'{each} counts as a module of a fork' for each in modules if forks.has_module(each)]
+  finally:
+    sys.meta_path.remove(finder)
+  return [*filter(None, [names_of_project]), *wrong]
+
+
+def _methods_of_checkpointers(module: ast.Module) -> Iterator[str]:
+  for each in module.body:
+    if isinstance(each, ast.ClassDef) and each.name in ('Checkpointer', 'SaveBestCheckpointer'):
+      yield from (node.name for node in each.body if isinstance(node, ast.FunctionDef))
 
 
 def _is_set(node: ast.Name) -> bool:

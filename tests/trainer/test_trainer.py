@@ -223,7 +223,7 @@ def test_no_value_of_a_step_is_read_before_the_next_is_dispatched(monkeypatch, a
     }
 
   monkeypatch.setattr(trainer_lib, 'merge_metrics', lambda a, b: b)
-  monkeypatch.setattr(trainer, 'partitioned_train_step', lambda: step_fn)
+  monkeypatch.setattr(trainer, 'make_train_step', lambda: step_fn)
   summary = concurrent.futures.Future()
   summary.set_result({})
   monkeypatch.setattr(trainer.train_metrics_manager, 'write_metrics_summary', lambda *args: summary)

@@ -668,6 +668,7 @@ def _restore_by_user(
   assert cfg is not None and start.path is not None  # see `StartingPoint.is_custom`
   shapes = initializer.global_train_state_shape
   checkpointer = checkpoints.restore_checkpointer(cfg, shapes, partitioner, None)
+  checkpointer.set_restore_cfg(cfg)
   state = checkpointer.restore(
     path=start.path,
     state_transformation_fns=cfg.state_transformation_fns,
@@ -675,6 +676,7 @@ def _restore_by_user(
       cfg, lambda rng: initializer.from_scratch(rng).state_dict(), init_rng
     ),
   )
+  _check_state(type(checkpointer).__name__, state, shapes)
   restored = checkpoints.RestoredCheckpoint(
     state={},
     data_state=None,
@@ -685,6 +687,23 @@ def _restore_by_user(
     metadata=start.metadata,
   )
   return state, restored
+
+
+def _check_state(owner: str, state: Any, shapes: PyTree) -> None:
+  """Raise CheckpointError if `restore` of a class returns another state than one of these shapes."""
+  found = _shapes_by_name(state)
+  expected = _shapes_by_name(shapes)
+  others = sorted(name for name, _ in found.items() ^ expected.items())
+  if others:
+    raise CheckpointError(
+      f"{owner}.restore must return a state with the run's names and shapes of arrays, got others of "
+      f'{first_names([*dict.fromkeys(others)])}. Change restore, or the model.'
+    )
+
+
+def _shapes_by_name(state: PyTree) -> dict[str, tuple[int, ...]]:
+  flat = tree_utils.flatten_dict(state.state_dict())
+  return {name: tuple(leaf.shape) for name, leaf in flat.items()}
 
 
 def set_state(

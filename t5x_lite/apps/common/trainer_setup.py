@@ -461,7 +461,7 @@ def trace_steps(trainer: trainer_lib.BaseTrainer, run_data: RunData) -> list[lay
     The kernels that `attention_kernel='auto'` takes in the steps.
   """
   with layers.kernel_choices() as choices:
-    trainer.partitioned_train_step().trace(
+    trainer.make_train_step().trace(
       trainer.step_state, run_data.batches.element_spec, *trainer.step_arguments(is_last=False)
     )
     for _, metric_fns, spec in run_data.eval_programs:

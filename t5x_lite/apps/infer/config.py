@@ -17,6 +17,7 @@ from t5x_lite import models
 from t5x_lite import partitioning
 from t5x_lite.apps.common import output_folder
 from t5x_lite.apps.common import starting_point as start
+from t5x_lite.apps.infer.jsonl import Inferences
 from t5x_lite.apps.infer.jsonl import write_inferences_to_file
 from t5x_lite.apps.infer.merge import merge_chunks_to_file
 from t5x_lite.apps.infer.paths import ResultPaths
@@ -92,7 +93,7 @@ class InferConfig:
   shard_id: int | None = 0
   num_shards: int = 1
   merge_chunked_results: bool = True
-  write_fn: Callable[..., None] = write_inferences_to_file
+  write_fn: Callable[[str, Inferences, Any, str, Any], None] = write_inferences_to_file
   checkpoint_ds_iter: bool = True
   train_state_initializer_cls: type[state_init.TrainStateInitializer] = (
     state_init.TrainStateInitializer

@@ -184,7 +184,7 @@ def precompile(
     )
     compile_program(
       'training step',
-      lambda: trainer.partitioned_train_step().lower(
+      lambda: trainer.make_train_step().lower(
         trainer.step_state, run_data.batches.element_spec, *trainer.step_arguments(is_last=False)
       ),
     )

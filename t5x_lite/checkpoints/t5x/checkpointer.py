@@ -34,6 +34,7 @@ class _CheckpointsOfRun(config.CheckpointerBase):
   metric_mode: str = 'max'
   keep_checkpoints_without_metrics: bool = True
   force_keep_period: int | None = None
+  _restore_cfg: config.RestoreCheckpointConfig | None = None
 
   def __init__(
     self,
@@ -87,6 +88,10 @@ class _CheckpointsOfRun(config.CheckpointerBase):
     del lazy_load
     return state_dict
 
+  def set_restore_cfg(self, restore_cfg: config.RestoreCheckpointConfig) -> None:
+    """Let `restore` use further options, as in commands, which pass only T5X's arguments."""
+    self._restore_cfg = restore_cfg
+
   def _save(
     self,
     train_state: TrainState,
@@ -115,7 +120,7 @@ class _CheckpointsOfRun(config.CheckpointerBase):
     loading.check_not_lazy(f'{type(self).__name__}.restore', lazy_parameters)
     chosen = self._choose_path(step, path)
     maps = [fn.rules for fn in state_transformation_fns if isinstance(fn, transforms.AssignmentMap)]
-    given = restore_cfg or config.RestoreCheckpointConfig(path=chosen)
+    given = restore_cfg or self._restore_cfg or config.RestoreCheckpointConfig(path=chosen)
     others = [each for each in given.builders if each not in self.builders]
     cfg = given.changed(
       path=chosen,

@@ -135,6 +135,12 @@ def test_another_number_of_best_checkpoints_may_be_assigned():
   assert (cfg.keep, cfg.keep_best) == (None, 3)
   cfg.keep = 5
   assert (cfg.validated().keep, cfg.keep_best) == (None, 5)
+  assert (cfg.validated().keep, cfg.keep_best) == (None, 5)  # the same as often as it is checked
+  cfg.keep = None
+  assert (cfg.validated().keep, cfg.keep_best, cfg.metric_name_to_monitor) == (None, None, None)
+  cfg.checkpointer_cls = checkpoints.Checkpointer
+  cfg.keep = 2
+  assert (cfg.validated().keep, cfg.keep_best) == (2, None)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import copy
 import functools
 import importlib
+import inspect
 import pathlib
 import sys
 import types
@@ -21,9 +22,11 @@ from t5x_lite import networks
 from t5x_lite import optimizers
 from t5x_lite import partitioning
 from t5x_lite import trainer
+from t5x_lite.errors import ConfigError
 from t5x_lite.models import batch_metrics
 from t5x_lite.networks import t5
 from t5x_lite.train_state import FlaxOptimTrainState
+from t5x_lite.trainer import step_params
 from tests.models import model_cases
 from tests.models import toy_model
 from tests.networks import network_cases
@@ -275,6 +278,50 @@ def test_a_trainer_that_prunes_equals_masked_parameters_and_gradients(form, has_
     assert float(found['loss'].value) == pytest.approx(float(expected['loss'].value), rel=1e-5)
   assert any(name.startswith('weight_rms/') for name in values[0][0])
   _assert_equal(mask(pruning.train_state.params), plain.train_state.params, rtol=1e-4, atol=1e-5)
+
+
+_VALUES_OF_OPTIONS = {
+  'gradient_transform': lambda grads: grads,
+  'gradient_clip_norm': 1.0,
+  'non_finite_policy': trainer.NonFinitePolicy(action='skip'),
+  'train_dtype': 'bfloat16',
+  'param_noise': step_params.GaussianParamNoise([('.*', 0.1)]),
+}
+_OURS = [
+  name
+  for name, parameter in inspect.signature(trainer.Trainer.__init__).parameters.items()
+  if parameter.kind is parameter.KEYWORD_ONLY
+]
+
+
+@pytest.mark.parametrize('calls_super', [False, True])
+@pytest.mark.parametrize('option', [*_OURS, 'qk_clip_threshold'])
+def test_options_that_t5x_does_not_have_need_our_step(form, option, calls_super):
+  """A step of T5X's reads the options that T5X has: the others have no effect unless it calls ours."""
+  cls = form('masked_trainer').MaskedTrainer
+  if calls_super:
+    cls = type('Calls', (trainer.Trainer,), {'_partitioned_train_step': property(_step_of_super)})
+  masks = {} if calls_super else {'masks': None}
+  options = {}
+  model = toy_model.make_model(_optimizer())
+  state = toy_model.make_state(model)
+  if option in _VALUES_OF_OPTIONS:
+    options = {option: _VALUES_OF_OPTIONS[option]}
+  else:
+    model.module = t5.Transformer(network_cases.tiny_config(qk_clip_threshold=2.0))
+  partitioner = partitioning.PjitPartitioner(num_partitions=1)
+  axes = partitioner.get_mesh_axes(state)
+  made = cls(model, state, partitioner, [], None, axes, jax.random.key(0), **masks, **options)
+  if calls_super:
+    made.make_train_step()
+    return
+  name = {'non_finite_policy': 'action'}.get(option, option)
+  with pytest.raises(ConfigError, match=f'[.]{name}` must be .* the training step of MaskedTra'):
+    made.compile_train(toy_model.make_batch())
+
+
+def _step_of_super(self):
+  return super(type(self), self)._partitioned_train_step
 
 
 def test_rules_of_t5x_give_the_axes_of_states(form, monkeypatch):

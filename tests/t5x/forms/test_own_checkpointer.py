@@ -52,6 +52,48 @@ def test_filtered_checkpoints_are_completed_by_restore(run_form, tmp_path, capfd
   np.testing.assert_array_equal(before, after)
 
 
+_RESTORE = {
+  'utils.CheckpointConfig.restore': '@utils.RestoreCheckpointConfig()',
+  'utils.RestoreCheckpointConfig.mode': '"specific"',
+}
+
+
+def test_names_and_shapes_are_compared_next_to_a_restore_of_the_project(run_form, tmp_path, capfd):
+  """T5X fails for arrays that the checkpoint lacks, and ignores those that the model lacks."""
+  layers = {'network.T5Config.num_encoder_layers': 2}
+  assert _run(run_form, tmp_path / 'a', 'RestoresAll', **layers) == 0, capfd.readouterr().err
+  restore = {**_RESTORE, 'utils.RestoreCheckpointConfig.path': tmp_path / 'a/checkpoint_2'}
+  own = 'utils.RestoreCheckpointConfig.checkpointer_cls'
+  for name, more, message in (
+    ('RestoresAll', {'network.T5Config.num_encoder_layers': 3}, 'target/encoder/layers_2/'),
+    ('RestoresAll', {}, '45 in the checkpoint only:.*encoder/layers_1/'),
+    ('RestoresLess', layers, 'RestoresLess.restore must return .* others of target/encoder/'),
+  ):
+    bound = {**restore, own: f'@prompt_checkpoints.{name}', **more}
+    assert _run(run_form, tmp_path / 'b', 'RestoresAll', **bound) == 2
+    err = capfd.readouterr().err
+    assert re.search(message, err, re.DOTALL), err
+  bound = {
+    **restore,
+    own: '@prompt_checkpoints.RestoresAll',
+    'utils.RestoreCheckpointConfig.strict': False,
+    'TRAIN_STEPS': 3,
+  }
+  assert _run(run_form, tmp_path / 'b', 'RestoresAll', **bound) == 0, capfd.readouterr().err
+
+
+def test_checkpoints_without_the_base_are_not_those_of_a_project(run_form, tmp_path, capfd):
+  assert _run(run_form, tmp_path / 'a') == 0, capfd.readouterr().err
+  more = {'INITIAL_CHECKPOINT_PATH': tmp_path / 'a/checkpoint_2', 'TRAIN_STEPS': 3}
+  flags = ['--gin_file=adapters/lora.gin', '--gin.LORA_RANK=2']
+  for name in ('NumpyCheckpointer', 'SavesNothing'):
+    assert _run(run_form, tmp_path / 'b', name, *flags, **more) == 2
+    err = capfd.readouterr().err
+    assert 'SaveCheckpointConfig.save_base` must be True with this checkpointer_cls, got F' in err
+  more['utils.SaveCheckpointConfig.save_base'] = True
+  assert _run(run_form, tmp_path / 'b', 'SavesNothing', *flags, **more) == 0
+
+
 def test_a_save_that_writes_nothing_is_told(run_form, tmp_path, capfd):
   assert _run(run_form, tmp_path, 'SavesNothing') == 0, capfd.readouterr().err
   assert 'SavesNothing.save has not called Checkpointer.save' in capfd.readouterr().err

@@ -60,6 +60,22 @@ class SavesNothing(checkpoints.Checkpointer):
     del train_state, state_transformation_fns, concurrent_gb
 
 
+class RestoresAll(checkpoints.Checkpointer):
+  """Restores as T5X does."""
+
+  def restore(self, *args, **kwargs):
+    return super().restore(*args, **kwargs)
+
+
+class RestoresLess(checkpoints.Checkpointer):
+  """Returns a state without parameters of the run."""
+
+  def restore(self, *args, **kwargs):
+    state = super().restore(*args, **kwargs)
+    params = {name: value for name, value in state.params.items() if name != 'encoder'}
+    return state.replace_params(params)
+
+
 class KeepsAll(checkpoints.Checkpointer):
   """Overrides a private method of T5X that only T5X calls."""
 
