@@ -49,6 +49,13 @@ MUTANTS = (
     f'{_FORMS}::test_a_dual_encoder_trains_and_is_evaluated_by_its_loss',
   ),
   Mutant(
+    'schedules_that_the_optimizer_ignores_are_told_as_used',
+    't5x_lite/trainer/trainer.py',
+    '    if self._learning_rate_is_ignored:\n      return None\n',
+    '',
+    f'{_FORMS}::test_a_trainer_may_replace_the_schedule_of_its_constructor[True]',
+  ),
+  Mutant(
     'metrics_of_t5x_are_not_called',
     't5x_lite/models/base.py',
     'if subclassing.overrides(self, BaseTransformerModel._compute_metrics):',
