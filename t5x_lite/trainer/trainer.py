@@ -112,6 +112,12 @@ class BaseTrainer(subclassing.WithMethodsOfT5x, contextlib.AbstractContextManage
     eval_metrics_managers: writers of MODEL_DIR/training_eval/<name>, by evaluation name.
   """
 
+  # Arguments `on_step` and `should_stop` of `train` for a subclass whose `train` has the arguments of T5X.
+  train_callbacks: tuple[Callable[[int, Metrics], None] | None, Callable[[], bool] | None] = (
+    None,
+    None,
+  )
+
   def __init__(
     self,
     model: BaseModel,
@@ -359,6 +365,8 @@ class BaseTrainer(subclassing.WithMethodsOfT5x, contextlib.AbstractContextManage
       DataError: the iterator ended.
       ConfigError: the trainer has only the shapes of a state.
     """
+    on_step = on_step or self.train_callbacks[0]
+    should_stop = should_stop or self.train_callbacks[1]
     first = self.step
     if start_step is not None:
       first = start_step
