@@ -25,6 +25,8 @@ _HOOKS = (
 )
 _SLICE = '_compute_logits_from_slice'
 _IS_OF_T5X = '_is_of_t5x'
+# Arguments of `train` of our trainers that T5X's do not have.
+_CALLBACKS = ('on_step', 'should_stop')
 
 
 class _IdsAndCache(NamedTuple):
@@ -152,6 +154,31 @@ def _takes_state(hook: Callable[..., Any]) -> Callable[..., Any]:
   return _compute_logits_from_slice
 
 
+def _takes_callbacks(train: Callable[..., Any]) -> bool:
+  """Return whether `train` of a trainer has the arguments of ours."""
+  parameters = inspect.signature(train).parameters
+  has_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+  return has_any or all(name in parameters for name in _CALLBACKS)
+
+
+def _with_callbacks(train: Callable[..., Any]) -> Callable[..., Any]:
+  """Return `train` of a trainer that calls one with the arguments of T5X; `super().train` gets the others."""
+
+  def with_callbacks(
+    self, batch_iter, num_steps, start_step=None, *, on_step=None, should_stop=None
+  ) -> Any:
+    """See `trainer.BaseTrainer.train`."""
+    before = self.train_callbacks
+    if on_step is not None or should_stop is not None:
+      self.train_callbacks = on_step, should_stop
+    try:
+      return train(self, batch_iter, num_steps, start_step=start_step)
+    finally:
+      self.train_callbacks = before
+
+  return with_callbacks
+
+
 class WithMethodsOfT5x:
   """Base class whose subclasses may define and call methods under T5X's names; see the docstring of the module."""
 
@@ -167,6 +194,9 @@ class WithMethodsOfT5x:
     hook = inspect.getattr_static(cls, _SLICE, None)
     if hook is not None and 'flat_cache' in inspect.signature(hook).parameters:
       setattr(cls, _SLICE, _takes_state(hook))
+    train = inspect.getattr_static(cls, 'train', None)
+    if hasattr(cls, 'train_callbacks') and not _takes_callbacks(train):
+      cls.train = _with_callbacks(train)
     if overridden:
       logging.getLogger(__name__).info(
         '%s overrides methods of T5X, which take effect: %s.', cls.__name__, ', '.join(overridden)

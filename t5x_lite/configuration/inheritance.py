@@ -126,7 +126,8 @@ def rejecting_class(
   """Return the class whose method does not pass a parameter on to its base classes, or None if each one does.
 
   A method passes it on if it has the parameter, or if it has `**kwargs` and either does not name the parameter or reads
-  it there. A method that names it otherwise passes another value to its base class, which would get two.
+  it there. A method that names it otherwise, or calls `super()` with a value at its position, passes another value to
+  its base class, which would get two.
 
   Args:
     cls: class.
@@ -156,7 +157,43 @@ def rejecting_class(
       function, others[0], parameter
     ):
       return kind
+    if parameter in _passed_by_position(cls, kind, method, _syntax_tree(function)):
+      return kind
   return cls
+
+
+def _passed_by_position(cls: type, kind: type, method: str, tree: ast.AST) -> set[str]:
+  """Return the parameters that a method of a class gives a value by position in a call of `super()`.
+
+  Args:
+    cls: class.
+    kind: this class or a base class of it, which has the method.
+    method: name of the method.
+    tree: source of the method.
+  """
+  names: list[str] = []
+  for base in cls.__mro__[cls.__mro__.index(kind) + 1 :]:
+    if method in vars(base):
+      parameters = list(inspect.signature(vars(base)[method]).parameters.values())
+      names = [each.name for each in parameters[1:]]  # without `self`
+      if not any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        break
+  passed = set()
+  for node in ast.walk(tree):
+    match node:
+      case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name(id='super')), attr=attribute)):
+        if attribute == method:
+          by_position = itertools.takewhile(lambda x: not isinstance(x, ast.Starred), node.args)
+          passed.update(names[: len(list(by_position))])
+  return passed
+
+
+def _syntax_tree(function: Any) -> ast.AST:
+  """Return the syntax tree of a function; an empty one if the source does not exist or is a part of a line."""
+  try:
+    return ast.parse(textwrap.dedent(inspect.getsource(function)))
+  except (OSError, TypeError, SyntaxError):
+    return ast.Module([], [])
 
 
 def _words(code: types.CodeType | None) -> set[str]:
@@ -178,10 +215,7 @@ def _reads(function: Any, kwargs: str, parameter: str) -> bool:
     kwargs: name of its keyword arguments.
     parameter: name of the parameter.
   """
-  try:
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-  except (OSError, TypeError, SyntaxError):  # the source does not exist or is a part of a line
-    return False
+  tree = _syntax_tree(function)
   # The value of `kwargs.pop(NAME)` alone in a statement is discarded.
   discarded = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
 

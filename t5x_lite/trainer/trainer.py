@@ -107,12 +107,17 @@ class BaseTrainer(subclassing.WithMethodsOfT5x, contextlib.AbstractContextManage
     stop_training: set it to True to end `train` before its next step; the trainer never resets it.
     stacked_layers: layers whose arrays are stacked in `step_state`.
     non_finite: monitor of non-finite steps; `train` ends if it has a `finding`.
-    learning_rate_fn: learning-rate schedule of the trainer; None if the optimizer gets no rate from it.
     has_two_learning_rates: True if both the trainer and the optimizer have a learning rate, so that one has no effect.
     eval_steps: steps of the evaluations.
     train_metrics_manager: writer of MODEL_DIR/train.
     eval_metrics_managers: writers of MODEL_DIR/training_eval/<name>, by evaluation name.
   """
+
+  # Arguments `on_step` and `should_stop` of `train` for a subclass whose `train` has the arguments of T5X.
+  train_callbacks: tuple[Callable[[int, Metrics], None] | None, Callable[[], bool] | None] = (
+    None,
+    None,
+  )
 
   def __init__(
     self,
@@ -141,7 +146,8 @@ class BaseTrainer(subclassing.WithMethodsOfT5x, contextlib.AbstractContextManage
     self._train_state_axes = train_state_axes
     self._base_rng = rng
     self.stop_training = False
-    self.learning_rate_fn: LearningRateCallable | None = None
+    self._learning_rate_fn: LearningRateCallable | None = None
+    self._learning_rate_is_ignored = False
     self.has_two_learning_rates = False
     self.stacked_layers = self.find_layer_stacks(train_state)
     self.train_state = train_state  # sets `_step` too
@@ -163,6 +169,17 @@ class BaseTrainer(subclassing.WithMethodsOfT5x, contextlib.AbstractContextManage
   def partitioner(self) -> partitioning.BasePartitioner:
     """Partitioner of steps and batches."""
     return self._partitioner
+
+  @property
+  def learning_rate_fn(self) -> LearningRateCallable | None:
+    """Learning-rate schedule of the trainer; None if the optimizer gets no rate from it."""
+    if self._learning_rate_is_ignored:
+      return None
+    return self._learning_rate_fn
+
+  @learning_rate_fn.setter
+  def learning_rate_fn(self, learning_rate_fn: LearningRateCallable | None) -> None:
+    self._learning_rate_fn = learning_rate_fn
 
   @property
   def train_state_axes(self) -> PyTree:
@@ -353,6 +370,8 @@ class BaseTrainer(subclassing.WithMethodsOfT5x, contextlib.AbstractContextManage
       DataError: the iterator ended.
       ConfigError: the trainer has only the shapes of a state.
     """
+    on_step = on_step or self.train_callbacks[0]
+    should_stop = should_stop or self.train_callbacks[1]
     first = self.step
     if start_step is not None:
       first = start_step
@@ -582,12 +601,8 @@ class Trainer(BaseTrainer):
     has_rate = trains and learning_rate_fn is not None
     self.has_two_learning_rates = has_rate and train_state.optimizer_def.owns_learning_rate
     self._learning_rate_is_ignored = has_rate and not train_state.optimizer_def.uses_learning_rate
-    # Steps written for T5X call it also if the optimizer ignores the result.
+    # Subclasses written for T5X replace it; their steps call it also if the optimizer ignores the result.
     self._learning_rate_fn = learning_rate_fn
-    if self._learning_rate_is_ignored:
-      self.learning_rate_fn = None
-    else:
-      self.learning_rate_fn = learning_rate_fn
     self._num_microbatches = num_microbatches or None
     self._weight_metrics_computer = weight_metrics_computer
     self._gradient_transform = gradient_transform

@@ -265,6 +265,21 @@ class _Replaces(_Base):
     super().__init__(width=1, **kwargs)
 
 
+class _PassesAll(_Base):
+  def __init__(self, *args, **kwargs):
+    super().__init__(*args, **kwargs)
+
+
+class _ByPosition(_PassesAll):
+  def __init__(self, size, *args, **kwargs):
+    super().__init__(size, *args, **kwargs)
+
+
+class _AllByPosition(_ByPosition):
+  def __init__(self, **kwargs):
+    super().__init__(4, 5, **kwargs)
+
+
 class _Renames(_Passes):
   def __init__(self, width):
     super().__init__(width=width)
@@ -281,6 +296,9 @@ class _Fields(_Base):
     (_Passes, {'width', 'rate'}),
     (_PassesItsOwn, {'width'}),
     (_Renames, {'width'}),
+    (_PassesAll, {'width', 'rate'}),
+    (_ByPosition, {'rate'}),
+    (_AllByPosition, set()),
     (_Reads, {'width', 'rate'}),
     (_Merges, {'width', 'rate'}),
     (_Joins, {'rate'}),

@@ -179,6 +179,20 @@ MUTANTS = (
     'tests/configuration/test_inheritance.py::test_accepted_parameters',
   ),
   Mutant(
+    'a_constructor_that_passes_a_value_by_position_gets_two',
+    't5x_lite/configuration/inheritance.py',
+    '    if parameter in _passed_by_position(',
+    '    if parameter in set() and parameter in _passed_by_position(',
+    'tests/configuration/test_inheritance.py::test_accepted_parameters',
+  ),
+  Mutant(
+    'values_by_position_are_those_of_the_nearest_base_class',
+    't5x_lite/configuration/inheritance.py',
+    '      if not any(each.kind is each.VAR_POSITIONAL for each in parameters):\n        break\n',
+    '      break\n',
+    'tests/configuration/test_inheritance.py::test_accepted_parameters',
+  ),
+  Mutant(
     'a_constructor_that_reads_a_keyword_argument_does_not_get_it',
     't5x_lite/configuration/inheritance.py',
     "method == 'setdefault' or (",

@@ -56,6 +56,27 @@ MUTANTS = (
     f'{_FORMS}::test_a_dual_encoder_trains_and_is_evaluated_by_its_loss',
   ),
   Mutant(
+    'schedules_that_the_optimizer_ignores_are_told_as_used',
+    't5x_lite/trainer/trainer.py',
+    '    if self._learning_rate_is_ignored:\n      return None\n',
+    '',
+    f'{_FORMS}::test_a_trainer_may_replace_the_schedule_of_its_constructor[True]',
+  ),
+  Mutant(
+    'loops_of_t5x_get_no_callbacks',
+    't5x_lite/subclassing.py',
+    '      self.train_callbacks = on_step, should_stop\n',
+    '      pass\n',
+    'tests/apps/train/test_run.py::test_a_trainer_with_the_method_of_t5x_stops_at_a_signal_and_calls_callbacks',
+  ),
+  Mutant(
+    'inner_loops_of_t5x_forget_the_callbacks',
+    't5x_lite/subclassing.py',
+    '    if on_step is not None or should_stop is not None:\n      self.train_callbacks',
+    '    if True:\n      self.train_callbacks',
+    'tests/apps/train/test_run.py::test_a_trainer_with_the_method_of_t5x_stops_at_a_signal_and_calls_callbacks',
+  ),
+  Mutant(
     'metrics_of_t5x_are_not_called',
     't5x_lite/models/base.py',
     'if subclassing.overrides(self, BaseTransformerModel._compute_metrics):',

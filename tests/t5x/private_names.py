@@ -135,7 +135,7 @@ def _accepting_none(trainer_cls):
       )
       super().__init__(*bound.args, **bound.kwargs)
       # T5X computes the rate also for an optimizer with its own.
-      self.learning_rate_fn = bound.arguments['learning_rate_fn']
+      self._learning_rate_is_ignored = False
 
   # Set after the class was made, since classes that define one of these names get the other from it.
   Trainer.partitioned_train_step = lambda self: self._partitioned_train_step

@@ -6,7 +6,6 @@
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
-import inspect
 import logging
 import math
 from typing import Any, Self
@@ -22,7 +21,7 @@ from t5x_lite import partitioning
 from t5x_lite import random_numbers
 from t5x_lite.apps.common import starting_point
 from t5x_lite.apps.common.evaluations import OpenEvaluation
-from t5x_lite.errors import ConfigError, MissingSplitError
+from t5x_lite.errors import MissingSplitError
 from t5x_lite.trainer import averaging
 from t5x_lite.trainer import eval_steps
 from t5x_lite.trainer import state_init
@@ -417,7 +416,6 @@ def make_trainer(
       rng=trainer_rng,
     )
   )
-  _check_train_method(trainer)
   steps = [first_step]
   if first_step < last_step < math.inf:
     steps.append(int(last_step) - 1)
@@ -468,14 +466,3 @@ def trace_steps(trainer: trainer_lib.BaseTrainer, run_data: RunData) -> list[lay
       if metric_fns is None:  # `make_trainer` has traced the others.
         trainer.eval_steps.make().trace(trainer.step_state, spec)
   return choices
-
-
-def _check_train_method(trainer: trainer_lib.BaseTrainer) -> None:
-  """Raise ConfigError if `train` of a custom trainer lacks arguments, as in T5X, before it is compiled."""
-  parameters = inspect.signature(trainer.train).parameters
-  missing = [name for name in ('on_step', 'should_stop') if name not in parameters]
-  if missing and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-    raise ConfigError(
-      f'{type(trainer).__name__}.train must have the keyword arguments on_step and should_stop, got '
-      f'{inspect.signature(trainer.train)}. Add them, and pass them on to super().train.'
-    )

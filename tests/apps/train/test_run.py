@@ -5,7 +5,9 @@ import functools
 import itertools
 import json
 import math
+import os
 import re
+import signal
 
 import clu.values
 import jax
@@ -14,10 +16,10 @@ import pytest
 
 from t5x_lite import checkpoints
 from t5x_lite import data
-from t5x_lite import errors
 from t5x_lite import runtime
 from t5x_lite import trainer as trainer_lib
 from t5x_lite.apps.common import report
+from t5x_lite.apps.train import step_log
 from t5x_lite.errors import ConfigError, DataError, DirectoryInUseError, NonFiniteMetricError
 from t5x_lite.trainer import summaries
 from t5x_lite.trainer.actions import BaseAction
@@ -450,18 +452,37 @@ def test_preemption_error_saves(tmp_path):
   assert checkpoints.latest_step(tmp_path) == 8
 
 
-def test_a_trainer_with_the_method_of_t5x_is_rejected_before_it_is_compiled(tmp_path, monkeypatch):
+def test_a_trainer_with_the_method_of_t5x_stops_at_a_signal_and_calls_callbacks(
+  tmp_path, monkeypatch
+):
+  from t5x_lite.errors import StoppedOnSignalError
+
   class OfT5x(trainer_lib.Trainer):
+    def batches(self, batch_iter):
+      for batch in batch_iter:
+        if self.step == 5:
+          os.kill(os.getpid(), signal.SIGTERM)
+        yield batch
+
+    def train(self, batch_iter, num_steps, start_step=None):
+      return super().train(self.batches(batch_iter), num_steps, start_step)
+
+  class Derived(OfT5x):
     def train(self, batch_iter, num_steps, start_step=None):
       return super().train(batch_iter, num_steps, start_step)
 
+  seen = []
+  log_step = step_log.StepLog.on_step
   monkeypatch.setattr(
-    trainer_lib.Trainer, 'compile_train', lambda *a: pytest.fail('it was compiled')
+    step_log.StepLog,
+    'on_step',
+    lambda self, step, metrics: (seen.append(step), log_step(self, step, metrics)),
   )
-  with pytest.raises(
-    errors.ConfigError, match='OfT5x.train must have the keyword arguments on_step and should_stop'
-  ):
-    toy_run.train(tmp_path, trainer_cls=functools.partial(OfT5x, learning_rate_fn=toy_run.RATE))
+  trainer_cls = functools.partial(Derived, learning_rate_fn=toy_run.RATE)
+  with pytest.raises(StoppedOnSignalError, match='after step 6 of 20'):
+    toy_run.train(tmp_path, trainer_cls=trainer_cls, infer_eval_dataset_cfg=None)
+  assert checkpoints.latest_step(tmp_path) == 6
+  assert seen == [1, 2, 3, 4, 5, 6]
 
 
 def test_dry_run_shows_everything_and_does_nothing(tmp_path, capsys, monkeypatch):

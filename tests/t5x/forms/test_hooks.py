@@ -324,6 +324,42 @@ def _step_of_super(self):
   return super(type(self), self)._partitioned_train_step
 
 
+@pytest.mark.parametrize('has_own_rate', [False, True])
+def test_a_trainer_may_replace_the_schedule_of_its_constructor(form, has_own_rate):
+  module = form('scaled_rate')
+  optimizer = optimizers.adamw()
+  if has_own_rate:  # It ignores the rate of the trainer.
+    optimizer = _optimizer()
+  model = toy_model.make_model(optimizer)
+  partitioner = partitioning.PjitPartitioner(num_partitions=1)
+
+  def train(trainer_cls, schedule):
+    state = toy_model.make_state(model)
+    made = trainer_cls(
+      model,
+      state,
+      partitioner,
+      [],
+      None,
+      partitioner.get_mesh_axes(state),
+      jax.random.key(0),
+      learning_rate_fn=schedule,
+      num_microbatches=None,
+    )
+    found = made.train(iter([toy_model.make_batch()]), 1).result()
+    return made.learning_rate_fn, found, made.train_state.params
+
+  rate, found, params = train(module.Trainer, lambda step: 0.2 / (1 + step))
+  expected_rate, expected, expected_params = train(trainer.Trainer, lambda step: 0.1 / (1 + step))
+  _assert_equal(params, expected_params, rtol=1e-6)
+  if has_own_rate:
+    assert rate is expected_rate is None
+    assert 'learning_rate' not in found
+  else:
+    assert rate(1) == expected_rate(1) == 0.05
+    assert found['learning_rate'].value == expected['learning_rate'].value
+
+
 def test_rules_of_t5x_give_the_axes_of_states(form, monkeypatch):
   rules = optimizers.OptaxStatePartitionRules
   for name in ('_rules', '_RULES'):  # undo the assignments of the file
