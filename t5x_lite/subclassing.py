@@ -83,24 +83,6 @@ def _logits_and_collections_of(hook: Callable[..., Any]) -> Callable[..., Any]:
   return compute_logits
 
 
-def _eval_fn_of(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-  """Return `eval_fn` that calls a `loss_fn` without dropout."""
-
-  def eval_fn(self, params, batch, flax_mutables=None) -> tuple[Any, Any]:
-    """See `models.BaseModel.eval_fn`."""
-    if not flax_mutables:
-      return loss_fn(self, params, batch, None)
-    loss, (metrics, _) = loss_fn(self, params, batch, None, flax_mutables)
-    return loss, metrics
-
-  return eval_fn
-
-
-def _property_of(make_step: Callable[..., Any]) -> Any:
-  """Return the property of T5X, a compiled step that is made once, from the method that returns it."""
-  return functools.cached_property(lambda self: make_step(self))
-
-
 def _method_of(step: Any) -> Callable[..., Any]:
   """Return the method that returns the value of a property, a compiled step."""
 
@@ -117,10 +99,9 @@ _FORMS = (
   ('compute_logits', '_compute_logits', _logits_and_collections_of),
   ('_compute_logits', 'compute_logits', _compute_logits_of),
   ('partitioned_train_step', '_partitioned_train_step', _method_of),
-  ('_partitioned_train_step', 'partitioned_train_step', _property_of),
+  ('_partitioned_train_step', 'partitioned_train_step', functools.cached_property),
   ('partitioned_eval_step', '_partitioned_eval_step', _method_of),
-  ('_partitioned_eval_step', 'partitioned_eval_step', _property_of),
-  ('eval_fn', 'loss_fn', _eval_fn_of),
+  ('_partitioned_eval_step', 'partitioned_eval_step', functools.cached_property),
 )
 
 

@@ -130,14 +130,14 @@ class BaseModel(subclassing.WithFeatureConverter, abc.ABC):
       (float32 scalar loss, metrics), or (loss, (metrics, updated flax_mutables)) if `flax_mutables` is not empty.
     """
 
-  @abc.abstractmethod
   def eval_fn(
     self, params: Params, batch: Batch, flax_mutables: FlaxMutables | None = None
   ) -> tuple[Array, MetricsMap]:
-    """Compute (loss, metrics) without dropout. See `loss_fn`; `flax_mutables` are read, not updated.
-
-    A class that defines `loss_fn` without `eval_fn` gets an `eval_fn` that calls it, as in T5X.
-    """
+    """Compute (loss, metrics) by `loss_fn` without dropout; `flax_mutables` are read, not updated."""
+    if not flax_mutables:
+      return self.loss_fn(params, batch, None)
+    loss, (metrics, _) = self.loss_fn(params, batch, None, flax_mutables)
+    return loss, metrics
 
   def with_metric_fns(self, metric_fns: Sequence[MetricFn], owner: str) -> 'BaseModel':
     """Return a copy of this model with other metric functions; by default unsupported.
@@ -588,7 +588,9 @@ class BaseTransformerModel(BaseModel):
     return loss, (metrics, {name: collections[name] for name in updated})
 
   def eval_fn(self, params, batch, flax_mutables=None):
-    """See `BaseModel.eval_fn`."""
+    """See `BaseModel.eval_fn`; if `loss_fn` is not overridden, rows of zeros belong to no mean."""
+    if subclassing.overrides(self, BaseTransformerModel.loss_fn):
+      return super().eval_fn(params, batch, flax_mutables)
     loss, metrics, _ = self._loss(params, batch, None, flax_mutables, (), is_evaluation=True)
     return loss, metrics
 
