@@ -178,7 +178,7 @@ class Configuration:
 
   @contextlib.contextmanager
   def locating_errors(self) -> Iterator[None]:
-    """Context of the run, which adds to an error about options where files bind them. See `checks.log_for_t5x`."""
+    """Context that adds to an error about options where files bind them, and in which `checks.log_for_t5x` logs."""
     context = contextlib.nullcontext()
     if self.logged_for_t5x is not None:
       context = checks.written_for_t5x(self.logged_for_t5x)
@@ -305,10 +305,11 @@ def load(
   resolved = _resolve(texts, mesh_selector)
   texts, binder, rule = resolved
   table = binder.table
-  logged = None
   if _log_t5x(binder, texts):
     binder.resolve([gin_syntax.read_text(f'{_FOR_T5X} = True', 'T5X', is_flag=False)])
-  if table.is_macro(_FOR_T5X):
+  for_t5x = table.get((_FOR_T5X, gin_table.MACRO, 'value'))
+  logged = None
+  if for_t5x is not None and table.value(for_t5x):
     logged = set()
   module_name, _, function_name = entry.rpartition('.')
   function = getattr(importlib.import_module(module_name), function_name)

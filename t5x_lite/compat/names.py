@@ -405,9 +405,8 @@ DEFAULTS: dict[str, str] = {
   'USE_CACHED_TASKS': 'True',
 }
 
-# Names in gin files of earlier versions of T5X: of classes, with those that they have now, and of methods, with the
-# parameters that their classes have now.
-FORMER_CLASSES: dict[str, str] = {'ModelBasedPjitPartitioner': 'PjitPartitioner'}
+# Names in gin files of earlier versions of T5X: of classes, and of methods with parameters that their classes have now.
+FORMER_CLASSES = frozenset({'ModelBasedPjitPartitioner'})
 FORMER_PARAMETERS: dict[str, tuple[str, ...]] = {
   'loss_fn': ('z_loss', 'label_smoothing', 'loss_normalizing_factor'),
 }

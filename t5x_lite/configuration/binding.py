@@ -323,10 +323,6 @@ class _Names(gin_config.ParseContext):
       ConfigError: the name is unknown, ambiguous, not a function or class, or not allowed.
     """
     symbols = self._symbol_table
-    module, _, name = selector.rpartition('.')
-    if name in t5x_names.FORMER_CLASSES and module.endswith('partitioning'):
-      self._former_names[selector] = f'{module}.{t5x_names.FORMER_CLASSES[name]}'
-      selector = self._former_names[selector]
     root = selector.partition('.')[0]
     place = None
     find = self._registered
@@ -345,6 +341,9 @@ class _Names(gin_config.ParseContext):
       found = find(selector)
     else:
       found = self._at(place)
+      module, _, name = selector.rpartition('.')
+      if name in t5x_names.FORMER_CLASSES:
+        self._former_names[selector] = f'{module}.{place.name}'
     self._used.add(found.selector)
     module_imports.check_configurable(found.wrapped, selector, str(location), is_called=is_called)
     return found
