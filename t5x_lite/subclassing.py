@@ -94,7 +94,7 @@ def _method_of(step: Any) -> Callable[..., Any]:
   return make_step
 
 
-# Name, the name it is made of if that is defined in a nearer class, and how it is made.
+# Name of a method, name of the method that it is made from if a nearer class defines that one, function that makes it.
 _FORMS = (
   ('compute_logits', '_compute_logits', _logits_and_collections_of),
   ('_compute_logits', 'compute_logits', _compute_logits_of),
@@ -164,7 +164,7 @@ def _nearness(cls: type, name: str) -> int:
 
 
 def _overrides(cls: type, name: str) -> bool:
-  """Return whether a class, or a mixin among its bases, defines a method of T5X that ours before it have."""
+  """Return whether a class, or a mixin among its bases, overrides a method of T5X."""
   mixins = [base for base in cls.__bases__ if not issubclass(base, WithMethodsOfT5x)]
   if not any(name in vars(each) for each in (cls, *mixins)):
     return False
@@ -173,7 +173,7 @@ def _overrides(cls: type, name: str) -> bool:
 
 
 def overrides(instance: Any, method: Callable[..., Any]) -> bool:
-  """Return whether the class of an object has another method than this one of a base class."""
+  """Return whether the class of an object overrides a method of a base class."""
   return getattr(type(instance), method.__name__) is not method
 
 

@@ -294,7 +294,7 @@ class BaseTransformerModel(BaseModel):
   # the normalizing factor, so that their ratio to the cross entropy does not depend on the batch size. False, as in
   # T5X: add them to the divided cross entropy.
   auxiliary_losses_per_target: bool = False
-  # What models of T5X do not have, for a subclass whose `__init__` sets the attributes of T5X itself.
+  # A subclass for T5X may set T5X's attributes in its `__init__` without calling ours, and these are not among them.
   adapter: adapters.Lora | None = None
   _constraints: decoding.Constraints | None = None
   _custom_metrics = batch_metrics.CustomMetrics('BaseTransformerModel', ())

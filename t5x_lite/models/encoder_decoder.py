@@ -79,7 +79,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
   FEATURE_CONVERTER = 'encoder_decoder'
   ACCEPTS_STACKED_LAYERS = True
   SUPPORTS_CHUNKED_LOSS = True
-  # As in `BaseTransformerModel`, for a subclass whose `__init__` sets the attributes of T5X itself.
+  # Defaults for a subclass whose `__init__` does not call ours, see `BaseTransformerModel`.
   stop_token_ids: tuple[int, ...] = ()
   decoder_start_id: int = 0
 
