@@ -427,11 +427,11 @@ def checks_arguments(owner: str) -> Callable[[Callable[..., Any]], Callable[...,
 
 
 @contextlib.contextmanager
-def written_for_t5x(logged: set[str]) -> Iterator[None]:
+def written_for_t5x(logged: set[str] | None) -> Iterator[None]:
   """Context in which the configuration was written for T5X, see `is_written_for_t5x`.
 
   Args:
-    logged: sentences that are not logged again; those that are logged are added.
+    logged: sentences that are not logged again; those that are logged are added. None if it was not written for T5X.
   """
   token = _logged_for_t5x.set(logged)
   try:

@@ -179,11 +179,8 @@ class Configuration:
   @contextlib.contextmanager
   def locating_errors(self) -> Iterator[None]:
     """Context that adds to an error about options where files bind them, and in which `checks.log_for_t5x` logs."""
-    context = contextlib.nullcontext()
-    if self.logged_for_t5x is not None:
-      context = checks.written_for_t5x(self.logged_for_t5x)
     try:
-      with context:
+      with checks.written_for_t5x(self.logged_for_t5x):
         yield
     except T5xLiteError as error:
       options = getattr(error, 'options', None)

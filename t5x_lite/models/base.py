@@ -185,10 +185,8 @@ class BaseModel(subclassing.WithFeatureConverter, abc.ABC):
     flax_mutables: FlaxMutables | None = None,
   ) -> Array:
     """Return only the predictions, usually <int32>[batch, length] tokens. See `predict_batch_with_aux`."""
-    options = {}
-    if flax_mutables:  # Methods written for T5X do not have the argument.
-      options['flax_mutables'] = flax_mutables
-    return self.predict_batch_with_aux(params, batch, rng=rng, **options)[0]
+    mutables = mutables_argument(flax_mutables)
+    return self.predict_batch_with_aux(params, batch, rng=rng, **mutables)[0]
 
   def check_prediction_features(self, features: Collection[str]) -> None:
     """Raise if a feature that predictions need is missing; by default no feature is needed.
@@ -858,6 +856,13 @@ def _check_network(module):
         f'The {attribute} of module class {owner} has an effect only in a networks.Network. '
         f'Write `class {owner}(networks.Network)` instead of `nn.Module`, or remove it.'
       )
+
+
+def mutables_argument(flax_mutables: FlaxMutables | None) -> dict[str, Any]:
+  """Return the keyword argument `flax_mutables` if it has a value; methods written for T5X do not have it."""
+  if flax_mutables:
+    return {'flax_mutables': flax_mutables}
+  return {}
 
 
 def apply_module(
