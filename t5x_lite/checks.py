@@ -427,11 +427,11 @@ def checks_arguments(owner: str) -> Callable[[Callable[..., Any]], Callable[...,
 
 
 @contextlib.contextmanager
-def written_for_t5x(logged: set[str]) -> Iterator[None]:
+def written_for_t5x(logged: set[str] | None) -> Iterator[None]:
   """Context in which the configuration was written for T5X, see `is_written_for_t5x`.
 
   Args:
-    logged: sentences that are not logged again; those that are logged are added.
+    logged: sentences that are not logged again; those that are logged are added. None if it was not written for T5X.
   """
   token = _logged_for_t5x.set(logged)
   try:
@@ -441,15 +441,15 @@ def written_for_t5x(logged: set[str]) -> Iterator[None]:
 
 
 def is_written_for_t5x() -> bool:
-  """Return whether the configuration was written for T5X: values that T5X accepts are no errors then."""
+  """Return whether the configuration was written for T5X, so that values that T5X accepts are accepted."""
   return _logged_for_t5x.get() is not None
 
 
 def log_for_t5x(sentence: str) -> bool:
-  """Return whether the configuration was written for T5X, and log the sentence then, once.
+  """Return whether the configuration was written for T5X; if so, log the sentence once.
 
   Args:
-    sentence: what a value means, or what is another than in T5X.
+    sentence: the meaning of a value, or a difference from T5X.
   """
   logged = _logged_for_t5x.get()
   if logged is None:

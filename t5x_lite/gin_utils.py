@@ -178,12 +178,9 @@ class Configuration:
 
   @contextlib.contextmanager
   def locating_errors(self) -> Iterator[None]:
-    """Context of the run, which adds to an error about options where files bind them. See `checks.log_for_t5x`."""
-    context = contextlib.nullcontext()
-    if self.logged_for_t5x is not None:
-      context = checks.written_for_t5x(self.logged_for_t5x)
+    """Context that adds to an error about options where files bind them, and in which `checks.log_for_t5x` logs."""
     try:
-      with context:
+      with checks.written_for_t5x(self.logged_for_t5x):
         yield
     except T5xLiteError as error:
       options = getattr(error, 'options', None)
@@ -303,15 +300,12 @@ def load(
       without mesh rules.
   """
   resolved = _resolve(texts, mesh_selector)
-  texts, binder, rule = resolved
+  texts, binder, rule, _ = resolved
   table = binder.table
   logged = None
-  context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-  if _log_t5x(binder, texts):
-    binder.resolve([gin_syntax.read_text(f'{_FOR_T5X} = True', 'T5X', is_flag=False)])
-  if table.is_macro(_FOR_T5X):
+  if resolved.is_for_t5x:
     logged = set()
-    context = checks.written_for_t5x(logged)
+  _log_t5x(binder, texts)
   module_name, _, function_name = entry.rpartition('.')
   function = getattr(importlib.import_module(module_name), function_name)
   registry = gin_table.configurables()
@@ -321,7 +315,7 @@ def load(
       f'--gin_file={_RUN_FILES.get(function_name, "runs/pretrain.gin")}, or use a recipe: '
       f'{", ".join(gin_syntax.packaged_files("recipes"))}.'
     )
-  with context:
+  with checks.written_for_t5x(logged):
     uses = gin_check.check(function, table)
   for sentence in gin_check.misspelt_scopes(uses, table):
     logging.getLogger(__name__).warning(sentence)
@@ -349,11 +343,13 @@ class _Resolved(NamedTuple):
     texts: all texts in the order of application, among them those of the mesh rule.
     binder: binder with the table.
     rule: the mesh rule; None for a configuration without rules.
+    is_for_t5x: whether the configuration was written for T5X, see `checks.is_written_for_t5x`.
   """
 
   texts: Sequence[gin_syntax.Text]
   binder: gin_apply.Binder
   rule: mesh_rules.AppliedRule | None
+  is_for_t5x: bool
 
   def bind(self) -> None:
     """Hand the table to gin."""
@@ -377,8 +373,7 @@ def _resolve(
         f'{gin_syntax.MESH_RULES}. Remove the flag, or add rules.'
       )
     binder.resolve(texts)
-    binder.inherit()
-    return _Resolved(texts, binder, None)
+    return _Resolved(texts, binder, None, _inherit(binder, texts))
   position = texts.index(rules)
   files = texts[:position]
   rest = texts[position + 1 :]
@@ -392,22 +387,32 @@ def _resolve(
   of_rule = binder.import_statements.keys() - statements.keys()
   binder.resolve(rest)
   recorded = mesh_rules.recorded_rules(rules, files_imports, binder.imports, rest, binder.table)
-  binder.inherit()
+  is_for_t5x = _inherit(binder, texts)
   imports = [each for key, each in binder.import_statements.items() if key not in of_rule]
   changed = mesh_rules.changes(choice, binder.table)
   rule = mesh_rules.AppliedRule(choice, changed, recorded, imports)
-  return _Resolved(texts, binder, rule)
+  return _Resolved(texts, binder, rule, is_for_t5x)
 
 
-def _log_t5x(binder: gin_apply.Binder, texts: Sequence[gin_syntax.Text]) -> bool:
-  """Log once that names or files of T5X are read as ours, and which defaults are not those of T5X.
+def _inherit(binder: gin_apply.Binder, texts: Sequence[gin_syntax.Text]) -> bool:
+  """Add the bindings of base classes to the resolved ones, and return whether the configuration was written for T5X."""
+  ours, users = _t5x_sources(binder, texts)
+  if ours or users or binder.former_names:
+    binder.resolve([gin_syntax.read_text(f'{_FOR_T5X} = True', 'T5X', is_flag=False)])
+  recorded = binder.table.get((_FOR_T5X, gin_table.MACRO, 'value'))
+  is_for_t5x = recorded is not None and bool(binder.table.value(recorded))
+  binder.inherit(is_for_t5x)
+  return is_for_t5x
+
+
+def _t5x_sources(
+  binder: gin_apply.Binder, texts: Sequence[gin_syntax.Text]
+) -> tuple[list[str], list[str]]:
+  """Return (files of T5X of which those of t5x_lite are used, other sources with names of T5X).
 
   Args:
     binder: binder that has resolved the texts.
     texts: files and flags in the order of application.
-
-  Returns:
-    Whether there are any.
   """
   ours: list[str] = []
   for top in texts:
@@ -417,6 +422,12 @@ def _log_t5x(binder: gin_apply.Binder, texts: Sequence[gin_syntax.Text]) -> bool
     for source in binder.t5x_sources
     if not source.startswith(f'gin/{gin_syntax.T5X_FILES}/') and source not in ours
   ]
+  return ours, users
+
+
+def _log_t5x(binder: gin_apply.Binder, texts: Sequence[gin_syntax.Text]) -> None:
+  """Log once that names or files of T5X are read as ours, and which defaults are not those of T5X."""
+  ours, users = _t5x_sources(binder, texts)
   sentences = []
   if users:
     sentences.append(f'Names of T5X in {", ".join(users)} mean those of t5x_lite.')
@@ -433,7 +444,6 @@ def _log_t5x(binder: gin_apply.Binder, texts: Sequence[gin_syntax.Text]) -> bool
     unused = t5x_views.names_of_forks()
     if unused:
       logging.getLogger(__name__).warning(unused)
-  return bool(sentences)
 
 
 def _other_defaults(table: gin_table.Table) -> list[str]:

@@ -85,24 +85,6 @@ def _logits_and_collections_of(hook: Callable[..., Any]) -> Callable[..., Any]:
   return compute_logits
 
 
-def _eval_fn_of(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-  """Return `eval_fn` that calls a `loss_fn` without dropout."""
-
-  def eval_fn(self, params, batch, flax_mutables=None) -> tuple[Any, Any]:
-    """See `models.BaseModel.eval_fn`."""
-    if not flax_mutables:
-      return loss_fn(self, params, batch, None)
-    loss, (metrics, _) = loss_fn(self, params, batch, None, flax_mutables)
-    return loss, metrics
-
-  return eval_fn
-
-
-def _property_of(make_step: Callable[..., Any]) -> Any:
-  """Return the property of T5X, a compiled step that is made once, from the method that returns it."""
-  return functools.cached_property(lambda self: make_step(self))
-
-
 def _method_of(step: Any) -> Callable[..., Any]:
   """Return the method that returns the value of a property, a compiled step."""
 
@@ -114,15 +96,14 @@ def _method_of(step: Any) -> Callable[..., Any]:
   return make_step
 
 
-# Name, the name it is made of if that is defined in a nearer class, and how it is made.
+# Name of a method, name of the method that it is made from if a nearer class defines that one, function that makes it.
 _FORMS = (
   ('compute_logits', '_compute_logits', _logits_and_collections_of),
   ('_compute_logits', 'compute_logits', _compute_logits_of),
   ('partitioned_train_step', '_partitioned_train_step', _method_of),
-  ('_partitioned_train_step', 'partitioned_train_step', _property_of),
+  ('_partitioned_train_step', 'partitioned_train_step', functools.cached_property),
   ('partitioned_eval_step', '_partitioned_eval_step', _method_of),
-  ('_partitioned_eval_step', 'partitioned_eval_step', _property_of),
-  ('eval_fn', 'loss_fn', _eval_fn_of),
+  ('_partitioned_eval_step', 'partitioned_eval_step', functools.cached_property),
 )
 
 
@@ -213,7 +194,7 @@ def _nearness(cls: type, name: str) -> int:
 
 
 def _overrides(cls: type, name: str) -> bool:
-  """Return whether a class, or a mixin among its bases, defines a method of T5X that ours before it have."""
+  """Return whether a class, or a mixin among its bases, overrides a method of T5X."""
   mixins = [base for base in cls.__bases__ if not issubclass(base, WithMethodsOfT5x)]
   if not any(name in vars(each) for each in (cls, *mixins)):
     return False
@@ -222,7 +203,7 @@ def _overrides(cls: type, name: str) -> bool:
 
 
 def overrides(instance: Any, method: Callable[..., Any]) -> bool:
-  """Return whether the class of an object has another method than this one of a base class."""
+  """Return whether the class of an object overrides a method of a base class."""
   return getattr(type(instance), method.__name__) is not method
 
 

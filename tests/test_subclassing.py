@@ -123,19 +123,48 @@ def test_arguments_reach_logits_of_t5x_only_if_they_have_a_value(batch):
     plain.score_batch(params, batch, return_intermediates=True)
 
 
-@pytest.mark.parametrize('has_eval_fn', [False, True])
-def test_a_loss_of_the_model_is_that_of_evaluations(batch, has_eval_fn):
-  class Mine(models.EncoderDecoderModel):
+def _with_loss(base):
+  class WithLoss(base):
     def loss_fn(self, params, batch, dropout_rng):
       assert dropout_rng is None
       return jnp.float32(7), {}
 
-  class Evaluated(Mine):
+  return WithLoss
+
+
+def _with_evaluation(base):
+  class WithEvaluation(base):
     def eval_fn(self, params, batch, flax_mutables=None):
       return jnp.float32(8), {}
 
-  model = cases.make_model(model_cls=Evaluated if has_eval_fn else _unchanged(Mine))
-  assert model.eval_fn(cases.initial_params(), batch) == (7 + has_eval_fn, {})
+  return WithEvaluation
+
+
+def _with_doubled_evaluation(base):
+  class WithDoubledEvaluation(base):
+    def eval_fn(self, params, batch, flax_mutables=None):
+      loss, metrics = super().eval_fn(params, batch, flax_mutables)
+      return 2 * loss, metrics
+
+  return WithDoubledEvaluation
+
+
+@pytest.mark.parametrize(
+  'derivations, expected',
+  [
+    ((_with_loss, _unchanged), 7),
+    ((_with_loss, _with_evaluation), 8),
+    ((_with_evaluation, _with_loss), 8),
+    ((_with_doubled_evaluation, _with_loss), 14),
+    ((_with_loss, _with_doubled_evaluation), 14),
+  ],
+)
+def test_a_loss_of_the_model_is_that_of_evaluations_as_in_t5x(batch, derivations, expected):
+  cls = models.EncoderDecoderModel
+  for derive in derivations:
+    cls = derive(cls)
+  model = cases.make_model(model_cls=cls)
+  assert model.eval_fn(cases.initial_params(), batch) == (expected, {})
 
 
 def test_evaluations_by_a_loss_drop_the_new_collections(batch):

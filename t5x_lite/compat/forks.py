@@ -56,9 +56,9 @@ def folders() -> list[str]:
 
 
 def has_module(module: str) -> bool:
-  """Return True if a folder has a module in the package `t5x` that T5X does not have, without importing it.
+  """Return True if the folder of a finder has a module `t5x.NAME` that T5X does not have, without importing it.
 
-  Folders in which modules may not be found count too, so that the error is about this.
+  Folders of unused finders count too: the error then names `--allowed_modules`, not a missing module.
   """
   if not module.startswith('t5x.') or names.has_module(module):
     return False

@@ -11,9 +11,9 @@ from t5x_lite.errors import ConfigError
 
 
 class LazyArray:
-  """Class without instances: arrays of checkpoints are read when they are needed, and are numpy's or JAX's.
+  """Class without instances, with which code for T5X asks whether an array of a checkpoint is yet to be read.
 
-  Code for T5X asks whether a value is one, and reads it then.
+  Arrays of checkpoints are arrays of NumPy or JAX here, which are read when they are needed.
   """
 
   def __init__(self, *args: Any, **kwargs: Any):
@@ -40,7 +40,7 @@ def as_tuple(values: Any) -> tuple[Any, ...]:
 
 
 def normalize_axes(axes: Iterable[int], ndim: int) -> tuple[int, ...]:
-  """Return dims of an array of `ndim` dims, of which negative ones count from the end, as numbers of at least 0.
+  """Return indices of dims as numbers from 0 to `ndim - 1`; negative ones count from the end.
 
   >>> normalize_axes([0, -1], 3)
   (0, 2)

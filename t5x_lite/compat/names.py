@@ -79,7 +79,7 @@ ALIASES: dict[str, str] = {
   'with_sharding_constraint': 'flax.linen.partitioning:with_sharding_constraint',
 }
 _LAYERS = 't5x_lite.layers'
-# Of all modules of layers of T5X.
+# Names that T5X has in several of its modules `layers`.
 _OF_LAYERS = {
   '_canonicalize_tuple': 't5x_lite.compat.functions:as_tuple',
   '_convert_to_activation_function': 't5x_lite.layers:activation_fn',
@@ -379,7 +379,7 @@ MODULES: dict[str, Module] = {
   ),
 }
 
-# Names of modules in their packages that are not names of files: T5X has `from t5x import checkpointing`.
+# Modules that T5X's package imports under other names: `from t5x import checkpointing`.
 MODULE_ALIASES: dict[str, str] = {'t5x.checkpointing': 't5x.checkpoints'}
 
 # Modules of T5X, with their submodules, that have no row, and the alternative.
@@ -405,9 +405,8 @@ DEFAULTS: dict[str, str] = {
   'USE_CACHED_TASKS': 'True',
 }
 
-# Names in gin files of earlier versions of T5X: of classes, with those that they have now, and of methods, with the
-# parameters that their classes have now.
-FORMER_CLASSES: dict[str, str] = {'ModelBasedPjitPartitioner': 'PjitPartitioner'}
+# Names in gin files of earlier versions of T5X: of classes, and of methods with parameters that their classes have now.
+FORMER_CLASSES = frozenset({'ModelBasedPjitPartitioner'})
 FORMER_PARAMETERS: dict[str, tuple[str, ...]] = {
   'loss_fn': ('z_loss', 'label_smoothing', 'loss_normalizing_factor'),
 }

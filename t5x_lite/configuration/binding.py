@@ -113,15 +113,19 @@ class Binder:
       else:
         self._resolve_text(text, ())
 
-  def inherit(self) -> None:
-    """Add the bindings that code has made, and those of base classes, after all statements are resolved."""
+  def inherit(self, is_for_t5x: bool) -> None:
+    """Add the bindings that code has made, and those of base classes, after all statements are resolved.
+
+    Args:
+      is_for_t5x: see `inheritance.inherit`.
+    """
     for (scope, selector), bound in gin_config._CONFIG.items():  # pylint: disable=protected-access
       for parameter, value in bound.items():
         key = (scope, selector, parameter)
         if key not in self.table and not isinstance(value, Inherited):
           self.table.add(Row(key, value))
     names = self._names('inherited bindings')
-    self.not_inherited = inheritance.inherit(self.table, set(self._used), names.method)
+    self.not_inherited = inheritance.inherit(self.table, set(self._used), names.method, is_for_t5x)
 
   def _names(self, source: str) -> '_Names':
     return _Names(source, self._main_is_t5x, self._used, self.table, self.former_names)
@@ -319,10 +323,6 @@ class _Names(gin_config.ParseContext):
       ConfigError: the name is unknown, ambiguous, not a function or class, or not allowed.
     """
     symbols = self._symbol_table
-    module, _, name = selector.rpartition('.')
-    if name in t5x_names.FORMER_CLASSES and module.endswith('partitioning'):
-      self._former_names[selector] = f'{module}.{t5x_names.FORMER_CLASSES[name]}'
-      selector = self._former_names[selector]
     root = selector.partition('.')[0]
     place = None
     find = self._registered
@@ -343,6 +343,9 @@ class _Names(gin_config.ParseContext):
       found = find(selector)
     else:
       found = self._at(place)
+      module, _, name = selector.rpartition('.')
+      if name in t5x_names.FORMER_CLASSES:
+        self._former_names[selector] = f'{module}.{place.name}'
     self._used.add(found.selector)
     module_imports.check_configurable(found.wrapped, selector, str(location), is_called=is_called)
     return found

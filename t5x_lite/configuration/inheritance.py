@@ -2,7 +2,8 @@
 
 gin binds the parameters of one class. Here a subclass that the configuration names gets each parameter that it accepts
 and that is not bound for it from the nearest base class for which it is bound, in the scope of that binding; the same
-for its methods. A class that declares `INHERITS_BINDINGS = False` gets none. gin gets a value of the class
+for its methods. In T5X such bindings do not apply, so in a configuration that was written for it a user's class gets only
+those of parameters without a default, whose absence would be an error. A class that declares `INHERITS_BINDINGS = False` gets none. gin gets a value of the class
 `table.Inherited` in these places, so that scopes, macros and references apply as for other values.
 """
 
@@ -26,6 +27,7 @@ from t5x_lite.configuration.validation import Use
 # Function of (class, name of a method) that returns the method's configurable; None if it cannot be bound.
 MethodFn = Callable[[type, str], gin_config.Configurable | None]
 _CONSTRUCTOR = '__init__'
+_OURS = ('t5x_lite', 'moe')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +37,8 @@ class Missing:
   Attributes:
     selector: complete selector of the subclass.
     row: the binding.
-    by: name of the function that does not accept the parameter, e.g. `mine.FocalModel.__init__`.
+    by: name of the function that does not accept the parameter, e.g. `mine.FocalModel.__init__`; '' if it is not
+      applied since the configuration was written for T5X.
   """
 
   selector: str
@@ -43,16 +46,19 @@ class Missing:
   by: str
 
 
-def inherit(table: Table, selectors: Collection[str], method_fn: MethodFn) -> list[Missing]:
+def inherit(
+  table: Table, selectors: Collection[str], method_fn: MethodFn, is_for_t5x: bool = False
+) -> list[Missing]:
   """Add rows to a table for parameters of base classes; a binding of the class itself has priority in any scope.
 
   Args:
     table: the bindings.
     selectors: complete selectors of the functions and classes that the configuration names.
     method_fn: function that registers a method of a class.
+    is_for_t5x: whether the configuration was written for T5X.
 
   Returns:
-    The bindings of base classes that a subclass does not accept.
+    The bindings of base classes that do not apply to a subclass.
   """
   registry = configurables()
   dynamic: dict[type, str] = {}
@@ -67,7 +73,7 @@ def inherit(table: Table, selectors: Collection[str], method_fn: MethodFn) -> li
   for cls in dynamic:
     for base in _bases(cls):
       if base in dynamic:
-        missing += _inherit_from(table, cls, base, dynamic, method_fn)
+        missing += _inherit_from(table, cls, base, dynamic, method_fn, is_for_t5x)
   return missing
 
 
@@ -80,11 +86,17 @@ def _bases(cls: type) -> Iterator[type]:
 
 
 def _inherit_from(
-  table: Table, cls: type, base: type, selectors: Mapping[type, str], method_fn: MethodFn
+  table: Table,
+  cls: type,
+  base: type,
+  selectors: Mapping[type, str],
+  method_fn: MethodFn,
+  is_for_t5x: bool,
 ) -> list[Missing]:
   """Add the bindings of a base class and its methods, and return the bindings that do not apply."""
   selector = selectors[cls]
   registry = configurables()
+  is_users = cls.__module__.partition('.')[0] not in _OURS
   added = []
   missing = []
   for (scope, owner), rows in table.groups.items():
@@ -100,6 +112,9 @@ def _inherit_from(
       is_bound = any((outer, target, parameter) in table for outer in _outer_scopes(scope))
       if is_bound or row.base is not None:
         continue
+      if is_for_t5x and is_users and _has_default(cls, name, parameter):
+        missing.append(Missing(selector, row, ''))
+        continue
       kind = rejecting_class(cls, base, parameter, name)
       if kind is None and name != _CONSTRUCTOR and method_fn(cls, name) is None:
         kind = cls
@@ -111,6 +126,18 @@ def _inherit_from(
   for row in added:
     table.add(row)
   return missing
+
+
+def _has_default(cls: type, method: str, parameter: str) -> bool:
+  """Return whether a method of a class may be called without a parameter."""
+  for kind in cls.__mro__:
+    found = vars(kind).get(method)
+    function = inspect.unwrap(getattr(found, '__func__', found))
+    if inspect.isfunction(function):
+      parameters = inspect.signature(function).parameters
+      if parameter in parameters:
+        return parameters[parameter].default is not inspect.Parameter.empty
+  return True
 
 
 def _outer_scopes(scope: str) -> Iterator[str]:
@@ -258,7 +285,7 @@ def describe_missing(
   missing: Collection[Missing],
   uses: Collection[Use],
 ) -> list[str]:
-  """Return a warning for each class that is used instead of a base class some of whose bindings do not apply to it.
+  """Return a sentence for each class that is used instead of a base class some of whose bindings do not apply to it.
 
   Args:
     missing: result of `inherit`.
@@ -282,6 +309,11 @@ def describe_missing(
       base = short_name(registry[owner])
       prefix = f'{scope}/' if scope else ''
       shown.append(f'{prefix}{base}.{parameter} ({row.where})')
+    if not by:
+      sentences.append(
+        f'As in T5X, {", ".join(shown)} have no effect on {name}. Bind the parameters of {name} to set them.'
+      )
+      continue
     sentences.append(
       f'{", ".join(shown)} must be accepted by {by} to apply to {name}, which has no such parameter or passes '
       f'another value. To apply it, add the parameter to {by} and pass its value to the base class.'

@@ -1,7 +1,6 @@
 """Macros of our files under T5X's paths that T5X's files of these paths do not have, such as PACK.
 
-A project's macro of the same name means nothing to T5X's files. So it means nothing to ours: they read a macro of
-another name then.
+T5X's files do not read a project's macro of such a name. Neither do ours: they read a macro of another name then.
 """
 
 import ast
@@ -21,7 +20,7 @@ _logger = logging.getLogger(__name__)
 
 # Macros of T5X's files with those that they include, by path below `t5x/`.
 _RECORD = pathlib.Path(t5x_names.__file__).parent / 'macros.json'
-# Begin of the names of our macros next to a project's macros of the same names.
+# Prefix of the names of our macros next to a project's macros of the same names.
 _OURS = 'T5X_LITE_'
 
 

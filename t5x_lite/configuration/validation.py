@@ -51,7 +51,7 @@ _LOOSELY_TYPED = (
   'pathlib',
   'typing',
 )
-# Packages against whose annotations values are checked. Those of users are often not meant literally.
+# Packages whose annotations values are checked against. Annotations of users are often not meant literally.
 _CHECKED = module_imports.TRUSTED
 # What the parameters need that read a macro which may be None for others.
 _NEEDS = {'TRAIN_STEPS': 'the total number of steps'}

@@ -131,14 +131,14 @@ class BaseModel(subclassing.WithFeatureConverter, abc.ABC):
       (float32 scalar loss, metrics), or (loss, (metrics, updated flax_mutables)) if `flax_mutables` is not empty.
     """
 
-  @abc.abstractmethod
   def eval_fn(
     self, params: Params, batch: Batch, flax_mutables: FlaxMutables | None = None
   ) -> tuple[Array, MetricsMap]:
-    """Compute (loss, metrics) without dropout. See `loss_fn`; `flax_mutables` are read, not updated.
-
-    A class that defines `loss_fn` without `eval_fn` gets an `eval_fn` that calls it, as in T5X.
-    """
+    """Compute (loss, metrics) by `loss_fn` without dropout; `flax_mutables` are read, not updated."""
+    if not flax_mutables:
+      return self.loss_fn(params, batch, None)
+    loss, (metrics, _) = self.loss_fn(params, batch, None, flax_mutables)
+    return loss, metrics
 
   def with_metric_fns(self, metric_fns: Sequence[MetricFn], owner: str) -> 'BaseModel':
     """Return a copy of this model with other metric functions; by default unsupported.
@@ -186,10 +186,8 @@ class BaseModel(subclassing.WithFeatureConverter, abc.ABC):
     flax_mutables: FlaxMutables | None = None,
   ) -> Array:
     """Return only the predictions, usually <int32>[batch, length] tokens. See `predict_batch_with_aux`."""
-    options = {}
-    if flax_mutables:  # Methods written for T5X do not have the argument.
-      options['flax_mutables'] = flax_mutables
-    return self.predict_batch_with_aux(params, batch, rng=rng, **options)[0]
+    mutables = mutables_argument(flax_mutables)
+    return self.predict_batch_with_aux(params, batch, rng=rng, **mutables)[0]
 
   def check_prediction_features(self, features: Collection[str]) -> None:
     """Raise if a feature that predictions need is missing; by default no feature is needed.
@@ -295,7 +293,7 @@ class BaseTransformerModel(BaseModel):
   # the normalizing factor, so that their ratio to the cross entropy does not depend on the batch size. False, as in
   # T5X: add them to the divided cross entropy.
   auxiliary_losses_per_target: bool = False
-  # What models of T5X do not have, for a subclass whose `__init__` sets the attributes of T5X itself.
+  # A subclass for T5X may set T5X's attributes in its `__init__` without calling ours, and these are not among them.
   adapter: adapters.Lora | None = None
   _constraints: decoding.Constraints | None = None
   _custom_metrics = batch_metrics.CustomMetrics('BaseTransformerModel', ())
@@ -596,7 +594,9 @@ class BaseTransformerModel(BaseModel):
     return loss, (metrics, {name: collections[name] for name in updated})
 
   def eval_fn(self, params, batch, flax_mutables=None):
-    """See `BaseModel.eval_fn`."""
+    """See `BaseModel.eval_fn`; if `loss_fn` is not overridden, rows of zeros belong to no mean."""
+    if subclassing.overrides(self, BaseTransformerModel.loss_fn):
+      return super().eval_fn(params, batch, flax_mutables)
     loss, metrics, _ = self._loss(params, batch, None, flax_mutables, (), is_evaluation=True)
     return loss, metrics
 
@@ -864,6 +864,13 @@ def _check_network(module):
         f'The {attribute} of module class {owner} has an effect only in a networks.Network. '
         f'Write `class {owner}(networks.Network)` instead of `nn.Module`, or remove it.'
       )
+
+
+def mutables_argument(flax_mutables: FlaxMutables | None) -> dict[str, Any]:
+  """Return the keyword argument `flax_mutables` if it has a value; methods written for T5X do not have it."""
+  if flax_mutables:
+    return {'flax_mutables': flax_mutables}
+  return {}
 
 
 def apply_module(

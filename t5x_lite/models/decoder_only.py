@@ -217,13 +217,11 @@ class DecoderOnlyModel(base.BaseTransformerModel):
       padding_mask[:, None], 1, jnp.where(is_prompt, batch['decoder_input_tokens'], 0)
     )
     num_inputs = jnp.where(padding_mask, length, jnp.sum(is_prompt, axis=1, dtype=jnp.int32)) - 1
-    others: dict[str, Any] = {}
-    if flax_mutables:
-      others['flax_mutables'] = flax_mutables
+    mutables = base.mutables_argument(flax_mutables)
     has_own_step = subclassing.overrides(self, DecoderOnlyModel._compute_logits_from_slice)
     has_own_cache = subclassing.overrides(self, DecoderOnlyModel._compute_kv_cache)
     if has_own_cache:
-      cache, num_inputs = self._compute_kv_cache(params, prompt, batch[_PREFIX], **others)
+      cache, num_inputs = self._compute_kv_cache(params, prompt, batch[_PREFIX], **mutables)
     else:
       cache = self._read_prompts(params, prompt, batch[_PREFIX], num_inputs, flax_mutables)
     if not has_own_step:
@@ -235,7 +233,7 @@ class DecoderOnlyModel(base.BaseTransformerModel):
       generation.check_fits_cache(state, length)
       if has_own_step:
         return self._compute_logits_from_slice(
-          state, params=params, max_decode_length=length, **others
+          state, params=params, max_decode_length=length, **mutables
         )
       return self._decode_step(params, state, length, flax_mutables)
 

@@ -79,7 +79,7 @@ class EncoderDecoderModel(base.BaseTransformerModel):
   FEATURE_CONVERTER = 'encoder_decoder'
   ACCEPTS_STACKED_LAYERS = True
   SUPPORTS_CHUNKED_LOSS = True
-  # As in `BaseTransformerModel`, for a subclass whose `__init__` sets the attributes of T5X itself.
+  # Defaults for a subclass whose `__init__` does not call ours, see `BaseTransformerModel`.
   stop_token_ids: tuple[int, ...] = ()
   decoder_start_id: int = 0
 
@@ -304,16 +304,14 @@ class EncoderDecoderModel(base.BaseTransformerModel):
     self, params: Params, flax_mutables: base.FlaxMutables | None
   ) -> dict[str, Any]:
     """Return the methods of T5X that a subclass overrides, as arguments of `generation.generate`."""
-    others: dict[str, Any] = {}
-    if flax_mutables:
-      others['flax_mutables'] = flax_mutables
+    mutables = base.mutables_argument(flax_mutables)
     found = {}
     if subclassing.overrides(self, EncoderDecoderModel._compute_logits_from_slice):
       found['logits_from_slice'] = functools.partial(
-        self._compute_logits_from_slice, params=params, **others
+        self._compute_logits_from_slice, params=params, **mutables
       )
     if subclassing.overrides(self, EncoderDecoderModel._compute_kv_cache):
-      found['kv_cache'] = functools.partial(self._compute_kv_cache, params, **others)
+      found['kv_cache'] = functools.partial(self._compute_kv_cache, params, **mutables)
     return found
 
   @subclassing.takes_ids_and_cache

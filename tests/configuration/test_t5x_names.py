@@ -66,6 +66,23 @@ t5_network.T5Config.dropout_rate = 0.25
   assert not [record for record in caplog.records if 'T5X' in record.getMessage()]
 
 
+def test_a_class_of_the_user_with_the_name_of_a_former_class_of_t5x_is_itself(
+  tmp_path, monkeypatch
+):
+  monkeypatch.syspath_prepend(tmp_path)
+  (tmp_path / 'own_partitioning.py').write_text(
+    'from t5x_lite.partitioning import PjitPartitioner\n'
+    'class ModelBasedPjitPartitioner(PjitPartitioner): pass\n'
+  )
+  configuration = _load(
+    tmp_path,
+    'import own_partitioning\n'
+    'train_script.train.partitioner = @own_partitioning.ModelBasedPjitPartitioner()\n',
+  )
+  name = type(configuration.argument('partitioner')).__qualname__
+  assert name == 'ModelBasedPjitPartitioner'
+
+
 def test_flags_may_use_the_end_of_a_name_of_t5x_that_no_file_imports(tmp_path):
   configuration = _load(
     tmp_path,

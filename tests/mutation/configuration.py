@@ -13,7 +13,7 @@ MUTANTS = (
   Mutant(
     'a_recorded_configuration_forgets_that_it_was_written_for_t5x',
     't5x_lite/gin_utils.py',
-    '  if table.is_macro(_FOR_T5X):',
+    '  if for_t5x is not None and table.value(for_t5x):',
     '  if binder.t5x_sources:',
     'tests/t5x/forms/test_settings.py::test_what_t5x_accepts_is_logged_once_and_recorded',
   ),
@@ -41,9 +41,23 @@ MUTANTS = (
   Mutant(
     'checks_of_values_do_not_know_who_wrote_the_configuration',
     't5x_lite/gin_utils.py',
-    '    context = checks.written_for_t5x(logged)\n  module_name',
-    '  module_name',
+    '  with checks.written_for_t5x(logged):\n',
+    '  if True:\n',
     'tests/t5x/forms/test_settings.py::test_arguments_that_a_program_passes_have_no_effect',
+  ),
+  Mutant(
+    'a_sample_of_the_data_rejects_what_t5x_accepts',
+    't5x_lite/apps/common/report.py',
+    'target=context.run, args=(sample,)',
+    'target=sample',
+    'tests/t5x/forms/test_settings.py::test_what_t5x_accepts_is_logged_once_and_recorded',
+  ),
+  Mutant(
+    'explain_sharding_rejects_what_t5x_accepts',
+    't5x_lite/apps/explain_sharding/command.py',
+    '  with configuration.locating_errors():\n',
+    '  if True:\n',
+    'tests/t5x/forms/test_settings.py::test_other_commands_accept_it_too',
   ),
   Mutant(
     'names_of_networks_need_no_import',
@@ -51,6 +65,15 @@ MUTANTS = (
     '        if place is not None and (not is_of_network or place.module in used_modules):',
     '        if place is not None:',
     'tests/t5x/forms/test_settings.py::test_a_class_of_a_network_that_nobody_imports_is_unknown',
+  ),
+  Mutant(
+    'classes_of_users_have_names_of_an_earlier_t5x',
+    't5x_lite/configuration/binding.py',
+    "    root = selector.partition('.')[0]\n    place = None\n    find",
+    "    selector = selector.replace('ModelBasedPjit', 'Pjit')\n"
+    "    root = selector.partition('.')[0]\n    place = None\n    find",
+    'tests/configuration/test_t5x_names.py'
+    '::test_a_class_of_the_user_with_the_name_of_a_former_class_of_t5x_is_itself',
   ),
   Mutant(
     'a_parameter_has_two_names',

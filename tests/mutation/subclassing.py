@@ -50,9 +50,9 @@ MUTANTS = (
   ),
   Mutant(
     'evaluations_ignore_the_loss_of_the_model',
-    't5x_lite/subclassing.py',
-    "  ('eval_fn', 'loss_fn', _eval_fn_of),\n",
-    '',
+    't5x_lite/models/base.py',
+    'if subclassing.overrides(self, BaseTransformerModel.loss_fn):',
+    'if False:',
     f'{_FORMS}::test_a_dual_encoder_trains_and_is_evaluated_by_its_loss',
   ),
   Mutant(
@@ -150,8 +150,8 @@ MUTANTS = (
   Mutant(
     'steps_are_made_again_by_each_reader',
     't5x_lite/subclassing.py',
-    'return functools.cached_property(lambda self: make_step(self))',
-    'return property(lambda self: make_step(self))',
+    "('_partitioned_train_step', 'partitioned_train_step', functools.cached_property),",
+    "('_partitioned_train_step', 'partitioned_train_step', property),",
     f'{_SUBCLASSING}::test_steps_of_trainers_have_both_names_and_are_made_once',
   ),
   Mutant(

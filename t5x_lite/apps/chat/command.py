@@ -94,16 +94,17 @@ def run_command(invocation: Invocation) -> int:
     beam_size=flags.beam,
     seed=flags.seed,
   )
-  chat.chat(
-    model=constrained_model(configuration, flags),
-    partitioner=configuration.argument('partitioner'),
-    task_feature_lengths=configuration.argument('train_dataset_cfg').task_feature_lengths,
-    restore_checkpoint_cfg=checkpoints.RestoreCheckpointConfig(
-      path=run.checkpoint, mode=run.mode, base_path=moved_base(configuration)
-    ),
-    options=options,
-    max_input_length=flags.max_input_length,
-    max_length=flags.max_length,
-    literal_sentinels=flags.literal_sentinels,
-  )
+  with configuration.locating_errors():
+    chat.chat(
+      model=constrained_model(configuration, flags),
+      partitioner=configuration.argument('partitioner'),
+      task_feature_lengths=configuration.argument('train_dataset_cfg').task_feature_lengths,
+      restore_checkpoint_cfg=checkpoints.RestoreCheckpointConfig(
+        path=run.checkpoint, mode=run.mode, base_path=moved_base(configuration)
+      ),
+      options=options,
+      max_input_length=flags.max_input_length,
+      max_length=flags.max_length,
+      literal_sentinels=flags.literal_sentinels,
+    )
   return ExitCode.OK

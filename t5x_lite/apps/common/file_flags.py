@@ -174,11 +174,12 @@ def load_for_training(
   if cfg.task_feature_lengths is not None:
     return configuration
   model_dir = configuration.argument('model_dir')
-  lengths = data.lengths_for_training(
-    cfg,
-    feature_converter=configuration.argument('model').FEATURE_CONVERTER,
-    folder=model_dir if files.path(model_dir).is_dir() else None,
-  )
+  with configuration.locating_errors():
+    lengths = data.lengths_for_training(
+      cfg,
+      feature_converter=configuration.argument('model').FEATURE_CONVERTER,
+      folder=model_dir if files.path(model_dir).is_dir() else None,
+    )
   return load_configuration(
     invocation, placeholders, f'TASK_FEATURE_LENGTHS = {lengths!r}\n', defaults=defaults
   )

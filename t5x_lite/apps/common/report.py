@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
+import contextvars
 import math
 import os
 import textwrap
@@ -231,7 +232,10 @@ def report_truncation(
     with contextlib.suppress(Exception):
       found.append(sample_fn())
 
-  thread = threading.Thread(target=sample, name='t5x_lite-data-sample', daemon=True)
+  context = contextvars.copy_context()  # of the configuration, see `checks.log_for_t5x`
+  thread = threading.Thread(
+    target=context.run, args=(sample,), name='t5x_lite-data-sample', daemon=True
+  )
   thread.start()
   thread.join(_SAMPLE_SECONDS)
   if not found or found[0] is None:

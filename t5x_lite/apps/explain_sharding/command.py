@@ -46,5 +46,7 @@ def run_command(invocation: Invocation) -> int:
   parts = {
     name: configuration.argument(name) for name in ('model', 'partitioner', 'train_dataset_cfg')
   }
-  print(explain_sharding.explain_sharding(**parts).to_text(fold=not flags.full), end='')
+  with configuration.locating_errors():
+    explained = explain_sharding.explain_sharding(**parts)
+  print(explained.to_text(fold=not flags.full), end='')
   return ExitCode.OK

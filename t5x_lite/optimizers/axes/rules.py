@@ -23,7 +23,6 @@ An array that is like no parameter is an error unless it has a rule, because sil
 cost the memory that sharding saves.
 """
 
-import collections
 from collections.abc import Callable, Mapping
 import contextvars
 import dataclasses
@@ -46,35 +45,17 @@ PartitionRule = Callable[[Any, LogicalAxes], Any]
 # The same for states whose axes depend on the parameters' shapes: from (state, logical axes, parameters).
 ShapedPartitionRule = Callable[[Any, LogicalAxes, Params], Any]
 
-
-# Layout of the state for which a rule written for T5X is called.
+# Layout of the state for which a rule written for T5X is called, which does not pass on the parameters.
 _layout_of_rule: contextvars.ContextVar[ParamsLayout | None] = contextvars.ContextVar(
   'layout_of_rule', default=None
 )
 
 
-class _RulesOfT5x(collections.UserDict):
-  """Table of T5X, to which users assign a `PartitionRule` for a state class; None stands for no axes."""
-
-  def __setitem__(self, state_class: type, rule: PartitionRule) -> None:
-    super().__setitem__(state_class, rule)
-
-    def derive(state: Any, layout: ParamsLayout) -> Any:
-      token = _layout_of_rule.set(layout)
-      try:
-        axes = rule(state, layout.axes)
-      finally:
-        _layout_of_rule.reset(token)
-      return kinds.name_dims(state, axes)
-
-    rules = OptaxStatePartitionRules._rules
-    rules[state_class] = _rule_by_function(state_class.__name__, derive)
-
-
 class OptaxStatePartitionRules:
   """Table of the rules for the logical axes of optax states, by state class."""
 
-  _RULES: ClassVar[_RulesOfT5x] = _RulesOfT5x()
+  # T5X's table, to which users assign a `PartitionRule`, whose None stands for no axes.
+  _RULES: ClassVar[dict[type, PartitionRule]] = {}
   # Optax's classes are added when the first of them is looked up; see `_rule_of`.
   _rules: ClassVar[dict[type, StateRule]] = {}
 
@@ -191,6 +172,8 @@ class OptaxStatePartitionRules:
   def _rule_of(cls, state_class: type) -> StateRule | None:
     """Return the rule for a class or for its nearest base class with a rule."""
     for known_class in state_class.__mro__:
+      if known_class in cls._RULES:
+        return _rule_of_t5x(known_class.__name__, cls._RULES[known_class])
       if known_class not in cls._rules and known_class.__module__.partition('.')[0] == 'optax':
         cls._add_optax_rule(known_class)
       if known_class in cls._rules:
@@ -233,6 +216,20 @@ def _rule_by_function(name: str, rule: StateRule) -> StateRule:
     return axes
 
   return derive
+
+
+def _rule_of_t5x(name: str, rule: PartitionRule) -> StateRule:
+  """Return the rule of a class that users assign to `_RULES`."""
+
+  def derive(state: Any, layout: ParamsLayout) -> Any:
+    token = _layout_of_rule.set(layout)
+    try:
+      axes = rule(state, layout.axes)
+    finally:
+      _layout_of_rule.reset(token)
+    return kinds.name_dims(state, axes)
+
+  return _rule_by_function(name, derive)
 
 
 def _fields_with_arrays(state_class: type) -> tuple[str, ...]:

@@ -1,6 +1,5 @@
 """Subclasses of models and trainers that override T5X's private methods, which take effect as in T5X."""
 
-import copy
 import functools
 import importlib
 import inspect
@@ -361,9 +360,8 @@ def test_a_trainer_may_replace_the_schedule_of_its_constructor(form, has_own_rat
 
 
 def test_rules_of_t5x_give_the_axes_of_states(form, monkeypatch):
-  rules = optimizers.OptaxStatePartitionRules
-  for name in ('_rules', '_RULES'):  # undo the assignments of the file
-    monkeypatch.setattr(rules, name, copy.copy(getattr(rules, name)))
+  # Without the assignments of other files, and to undo those of this one.
+  monkeypatch.setattr(optimizers.OptaxStatePartitionRules, '_RULES', {})
   module = form('sparse_optimizer')
   shapes = jax.tree.map(lambda shape: jnp.ones(shape.shape), axes_cases.SHAPES)
   optimizer = module.optimizer.create(shapes)
@@ -374,6 +372,9 @@ def test_rules_of_t5x_give_the_axes_of_states(form, monkeypatch):
   row, column = found.inner_state.v_row['dense'], found.inner_state.v_col['dense']
   assert {row['kernel'], column['kernel']} == {P('embed'), P('mlp')}
   assert found.inner_state.v['dense']['bias'] == P('mlp') and found.inner_state.count == P()
+  del optimizers.OptaxStatePartitionRules._RULES[optax.FactoredState]
+  without = optimizer.optimizer_def.derive_logical_axes(optimizer, axes_cases.AXES)
+  assert without.state.param_states.inner_state.v_row['dense']['kernel'] == P('embed')
 
 
 def test_a_search_of_the_model_equals_one_by_full_passes(form):

@@ -36,11 +36,18 @@ def test_what_t5x_accepts_is_logged_once_and_recorded(run_form, tmp_path, capfd)
   err = capfd.readouterr().err
   for sentence in _ACCEPTED:
     assert err.count(sentence) == 1, sentence
+  # A thread samples the training data.
+  assert 'data_sampled' in (tmp_path / 'events.jsonl').read_text()
   # The recorded configuration has the names of t5x_lite, and is read as it was.
   assert 'WRITTEN_FOR_T5X = True' in (tmp_path / 'config.gin').read_text()
   again = {'TRAIN_STEPS': 6, 'MODEL_DIR': tmp_path}
   assert run_form('settings', 'train', f'{tmp_path}/config.gin', **again) == 0
   assert capfd.readouterr().err.count(_ACCEPTED[0]) == 1
+
+
+def test_other_commands_accept_it_too(run_form, capfd):
+  assert run_form('settings', 'explain_sharding', 'accepted.gin') == 0
+  assert _ACCEPTED[0] in capfd.readouterr().err
 
 
 def test_the_same_values_in_files_of_t5x_lite_are_errors():
