@@ -2,9 +2,10 @@
 
 gin binds the parameters of one class. Here a subclass that the configuration names gets each parameter that it accepts
 and that is not bound for it from the nearest base class for which it is bound, in the scope of that binding; the same
-for its methods. In T5X such bindings do not apply, so in a configuration that was written for it a user's class gets only
-those of parameters without a default, whose absence would be an error. A class that declares `INHERITS_BINDINGS = False` gets none. gin gets a value of the class
-`table.Inherited` in these places, so that scopes, macros and references apply as for other values.
+for its methods. In T5X such bindings do not apply, so in a configuration that was written for it a class of the user
+gets only those of parameters without a default, whose absence would be an error. A class that declares
+`INHERITS_BINDINGS = False` gets none. gin gets a value of the class `table.Inherited` in these places, so that scopes,
+macros and references apply as for other values.
 """
 
 import ast

@@ -77,10 +77,53 @@ def test_a_class_of_the_user_with_the_name_of_a_former_class_of_t5x_is_itself(
   configuration = _load(
     tmp_path,
     'import own_partitioning\n'
+    'own_partitioning.ModelBasedPjitPartitioner.num_partitions = 1\n'
     'train_script.train.partitioner = @own_partitioning.ModelBasedPjitPartitioner()\n',
   )
   name = type(configuration.argument('partitioner')).__qualname__
   assert name == 'ModelBasedPjitPartitioner'
+
+
+@pytest.mark.parametrize('is_for_t5x', [True, False])
+def test_only_files_without_names_of_t5x_apply_all_bindings_to_subclasses(
+  tmp_path, monkeypatch, caplog, is_for_t5x
+):
+  monkeypatch.syspath_prepend(tmp_path)
+  (tmp_path / 'own_models.py').write_text(
+    'from t5x_lite import models\n'
+    'class Model(models.EncoderDecoderModel):\n'
+    '  def __init__(self, *args, z_loss=0.0, **kwargs):\n'
+    '    super().__init__(*args, z_loss=z_loss, **kwargs)\n'
+    '    self.z_loss = z_loss\n'
+  )
+  head = """\
+from __gin__ import dynamic_registration
+from t5x_lite import models
+from t5x_lite.apps import train as train_script
+include 'recipes/keyword_cloze.gin'
+"""
+  if is_for_t5x:
+    head += 'from t5x import utils\nutils.SaveCheckpointConfig.keep = 3\n'
+  with caplog.at_level(logging.INFO):
+    configuration = _load(
+      tmp_path,
+      'import own_models\n'
+      'models.EncoderDecoderModel.z_loss = 0.5\n'
+      'train_script.train.model = @own_models.Model()\n',
+      head=head,
+    )
+  again = _load(tmp_path, configuration.text, head='')
+  for each in (configuration, again):
+    # `module` and other parameters without a default are bound for the base class only.
+    model = each.argument('model')
+    assert type(model).__name__ == 'Model' and model.module is not None
+    assert (model.z_loss == 0.5) == (not is_for_t5x)
+  lines = [record.getMessage() for record in caplog.records]
+  is_said = any(
+    line.startswith('As in T5X, ') and 'z_loss' in line and 'no effect on own_models.Model' in line
+    for line in lines
+  )
+  assert is_said == is_for_t5x
 
 
 def test_flags_may_use_the_end_of_a_name_of_t5x_that_no_file_imports(tmp_path):

@@ -13,8 +13,8 @@ MUTANTS = (
   Mutant(
     'a_recorded_configuration_forgets_that_it_was_written_for_t5x',
     't5x_lite/gin_utils.py',
-    '  if for_t5x is not None and table.value(for_t5x):',
-    '  if binder.t5x_sources:',
+    '  is_for_t5x = recorded is not None and bool(binder.table.value(recorded))',
+    '  is_for_t5x = bool(users)',
     'tests/t5x/forms/test_settings.py::test_what_t5x_accepts_is_logged_once_and_recorded',
   ),
   Mutant(
@@ -581,5 +581,19 @@ MUTANTS = (
     '    elif isinstance(statement, ast.Assign):',
     '    elif False:',
     'tests/t5x/test_public_names.py::test_names_without_a_row_and_modules_that_do_not_exist_are_counted',
+  ),
+  Mutant(
+    'bindings_of_t5x_apply_to_subclasses_of_users',
+    't5x_lite/configuration/inheritance.py',
+    '      if is_for_t5x and is_users and _has_default(cls, name, parameter):',
+    '      if False:',
+    'tests/configuration/test_t5x_names.py::test_only_files_without_names_of_t5x_apply_all_bindings_to_subclasses',
+  ),
+  Mutant(
+    'subclasses_of_users_lack_required_parameters_in_files_of_t5x',
+    't5x_lite/configuration/inheritance.py',
+    '        return parameters[parameter].default is not inspect.Parameter.empty',
+    '        return True',
+    'tests/configuration/test_t5x_names.py::test_only_files_without_names_of_t5x_apply_all_bindings_to_subclasses',
   ),
 )

@@ -51,8 +51,8 @@ MUTANTS = (
   Mutant(
     'evaluations_ignore_the_loss_of_the_model',
     't5x_lite/models/base.py',
-    'if subclassing.overrides(self, BaseTransformerModel.loss_fn):',
-    'if False:',
+    'if subclassing.overrides(self, BaseTransformerModel.loss_fn):\n      return super().eval_fn',
+    'if False:\n      return super().eval_fn',
     f'{_FORMS}::test_a_dual_encoder_trains_and_is_evaluated_by_its_loss',
   ),
   Mutant(
@@ -142,9 +142,9 @@ MUTANTS = (
   Mutant(
     'steps_of_t5x_have_no_schedule_that_the_optimizer_ignores',
     't5x_lite/trainer/trainer.py',
-    '    self._learning_rate_fn = learning_rate_fn\n    if self._learning_rate_is_ignored:\n',
-    '    self._learning_rate_fn = learning_rate_fn\n    if self._learning_rate_is_ignored:\n'
-    '      self._learning_rate_fn = None\n',
+    '    self._learning_rate_fn = learning_rate_fn\n    self._num_microbatches',
+    '    self._learning_rate_fn = None if self._learning_rate_is_ignored else learning_rate_fn\n'
+    '    self._num_microbatches',
     f'{_FORMS}::test_a_trainer_that_prunes_equals_masked_parameters_and_gradients[True]',
   ),
   Mutant(
