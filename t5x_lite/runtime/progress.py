@@ -6,9 +6,11 @@ import logging
 import re
 import shutil
 import sys
+import threading
 import time
 from typing import TextIO
 
+from t5x_lite.formatting import capitalized
 from t5x_lite.formatting import format_duration
 from t5x_lite.formatting import format_number
 from t5x_lite.formatting import printable
@@ -149,6 +151,26 @@ class Progress:
     elif lines and self.due:
       self._draw(text, keep=True)
       self._drawn_at = self._clock()
+
+  @contextlib.contextmanager
+  def working(self, text: str, after_seconds: float = _LINE_SECONDS) -> Iterator[None]:
+    """Context of work that may take long, such as compilation.
+
+    Args:
+      text: one line that says what is done; on a terminal a `note`, elsewhere a line.
+      after_seconds: time in the context after which the line is written elsewhere than on a terminal.
+    """
+    self.note(text)
+    if not self._enabled or self._in_place:
+      yield
+      return
+    timer = threading.Timer(after_seconds, self.log, [f'{capitalized(text)} ...'])
+    timer.daemon = True
+    timer.start()
+    try:
+      yield
+    finally:
+      timer.cancel()
 
   def log(self, text: str) -> None:
     """Print lines that stay, above the progress line."""

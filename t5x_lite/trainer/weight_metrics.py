@@ -1,5 +1,6 @@
 """Statistics of every parameter, its gradient and its update, as metrics of a training step."""
 
+import math
 from typing import Any
 
 import jax
@@ -45,13 +46,14 @@ class WeightMetricsComputer:
     updates = jax.tree.map(jnp.subtract, new, old)
 
     relative = jax.tree.map(_relative_update, updates, old)
-    squares = [jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients)]
+    gradient_means, num_squares = _mean_squares(gradients)
     values = {
-      **_rms('weight_rms', new),
-      **_rms('weight_gradient_rms', gradients),
-      'weight_gradient_norm': jnp.sqrt(sum(squares)),
-      **_rms('weight_update_rms', updates),
-      **_rms('weight_update_divided_by_weight_rms', relative),
+      **_rms('weight_rms', new, _mean_squares(new)[0]),
+      **_rms('weight_gradient_rms', gradients, gradient_means),
+      # From the means: XLA would compute a second sum of each parameter's squares by itself, and store the squares.
+      'weight_gradient_norm': jnp.sqrt(jnp.sum(gradient_means * num_squares)),
+      **_rms('weight_update_rms', updates, _mean_squares(updates)[0]),
+      **_rms('weight_update_divided_by_weight_rms', relative, _mean_squares(relative)[0]),
     }
     for path, w in tree_utils.named_leaves(new):
       dims = _parameter_dims(path, w)
@@ -104,24 +106,36 @@ def _parameter_dims(path: str, x: Array) -> tuple[int, ...]:
   return tuple(range(layer_stacks.is_stacked(path), x.ndim))
 
 
-def _rms(name: str, tree: PyTree) -> dict[str, Array]:
-  """Return the root mean squares of parameters by the names of metrics, [] or [layers]."""
-  sums = {}
-  sizes = []
+def _mean_squares(tree: PyTree) -> tuple[Array, np.ndarray]:
+  """Return (means of the squares of each parameter or layer, float32 [n]; numbers of squares, float32 [n])."""
+  sums = []
+  num_squares = []
   for path, x in tree_utils.named_leaves(tree):
     # [] or [layers]: sum of squares of each parameter.
     total = jnp.sum(jnp.square(x), axis=_parameter_dims(path, x))
-    sums[f'{name}/{path}'] = total
-    sizes.append(x.size // total.size)
-  # Means and roots of one array, instead of kernels for each parameter.
-  totals = [x.ravel() for x in sums.values()]
-  num_sums = [x.size for x in totals]
-  # [number of sums]: number of squares in each sum.
-  counts = np.repeat(np.asarray(sizes, np.float32), num_sums)
-  means = jnp.concatenate(totals) / counts
-  bounds = np.cumsum([0, *num_sums])
-  roots = jnp.split(jnp.sqrt(means), bounds[1:-1])
+    sums.append(total.ravel())
+    num_squares += [x.size // total.size] * total.size
+  # Means of one array, instead of kernels for each parameter.
+  counts = np.asarray(num_squares, np.float32)
+  return jnp.concatenate(sums) / counts, counts
+
+
+def _rms(name: str, tree: PyTree, means: Array) -> dict[str, Array]:
+  """Return the root mean squares of parameters by the names of metrics, [] or [layers].
+
+  Args:
+    name: prefix of the names of metrics.
+    tree: the parameters.
+    means: first result of `_mean_squares` for them.
+  """
+  names = []
+  shapes = []
+  for path, x in tree_utils.named_leaves(tree):
+    names.append(f'{name}/{path}')
+    shapes.append(x.shape[: layer_stacks.is_stacked(path)])
+  bounds = np.cumsum([math.prod(shape) for shape in shapes])
+  roots = jnp.split(jnp.sqrt(means), bounds[:-1])
   found = {}
-  for (name, total), root in zip(sums.items(), roots, strict=True):
-    found[name] = root.reshape(total.shape)
+  for metric, root, shape in zip(names, roots, shapes, strict=True):
+    found[metric] = root.reshape(shape)
   return found

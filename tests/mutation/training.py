@@ -319,6 +319,13 @@ MUTANTS = (
     'tests/runtime/test_progress.py::test_nothing_is_shown_above_the_level_of_the_log[WARNING-False]',
   ),
   Mutant(
+    'long_work_is_not_logged',
+    't5x_lite/runtime/progress.py',
+    '    timer.start()\n',
+    '',
+    'tests/runtime/test_progress.py::test_long_work_is_a_line_without_a_terminal',
+  ),
+  Mutant(
     'memory_of_cpus_is_read',
     't5x_lite/runtime/device_memory.py',
     "is_enabled is None and devices[0].platform != 'cpu'",

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import time
 
 import pytest
 
@@ -107,6 +108,20 @@ def test_notes_become_lines_where_that_is_asked_for():
     progress.note('busy')
     progress.note(f'second {second}', lines=True)
   assert stream.getvalue().splitlines() == ['second 10', 'second 20']
+
+
+def test_long_work_is_a_line_without_a_terminal():
+  stream = io.StringIO()
+  progress = runtime.Progress(stream=stream, process=0)
+  with progress.working('compiling', after_seconds=3600):
+    pass
+  assert not stream.getvalue()
+  with progress.working('compiling', after_seconds=0.01):
+    for _ in range(1000):
+      if stream.getvalue():
+        break
+      time.sleep(0.01)
+  assert stream.getvalue() == '[process 0] Compiling ...\n'
 
 
 def test_the_plural_of_a_batch():

@@ -156,16 +156,20 @@ def _fit_lines(fit: checkpoints.Fit | None) -> list[str]:
   return lines
 
 
+def describe_devices(partitioner: partitioning.BasePartitioner) -> str:
+  """Return number and kind of the devices, e.g. '4 cpu devices'."""
+  mesh = partitioner.mesh
+  devices = f'{mesh.size} {mesh.devices.ravel()[0].device_kind} device'
+  if mesh.size > 1:
+    devices += 's'
+  return devices
+
+
 def run_header(train_state_shape: PyTree, partitioner: partitioning.PjitPartitioner) -> str:
   """Return one line about the model and its devices."""
   num_params = tree_utils.num_elements(train_state_shape.params)
-  mesh = partitioner.mesh
-  axes = ' x '.join(f'{axis}={size}' for axis, size in mesh.shape.items())
-  kind = mesh.devices.ravel()[0].device_kind
-  devices = f'{mesh.size} {kind} device'
-  if mesh.size > 1:
-    devices += 's'
-  return f'{num_params:,} parameters on {devices} ({axes})'
+  axes = ' x '.join(f'{axis}={size}' for axis, size in partitioner.mesh.shape.items())
+  return f'{num_params:,} parameters on {describe_devices(partitioner)} ({axes})'
 
 
 class StateSize(NamedTuple):

@@ -112,7 +112,11 @@ def log_compilation(
     progress: log.
     name: name of the evaluation.
   """
-  with watchdog.watching('compiling'), runtime.count_cache_use() as counts:
+  with (
+    watchdog.watching('compiling'),
+    progress.working(f'compiling the evaluation {name}'),
+    runtime.count_cache_use() as counts,
+  ):
     yield
   if counts.programs:
     progress.log(f'Prepared the evaluation {name}: {counts}.')

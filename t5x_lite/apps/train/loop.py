@@ -16,6 +16,7 @@ import numpy as np
 from t5x_lite import checks
 from t5x_lite import multihost
 from t5x_lite import runtime
+from t5x_lite.apps.common import report
 from t5x_lite.apps.common import starting_point
 from t5x_lite.apps.common import waiting
 from t5x_lite.apps.common.plan import Stretch
@@ -132,8 +133,9 @@ class TrainLoop:
     """Wait for the compiled training step; compute the evaluation and the save that are due before the first step."""
     run = self.run
     if self._first_step < self.last_step:
-      run.progress.note('compiling the training step')
-      compiled = compilation.finish()
+      devices = report.describe_devices(run.cfg.partitioner)
+      with run.progress.working(f'compiling the training step for {devices}'):
+        compiled = compilation.finish()
       run.progress.log(str(compiled))
       run.events.emit(
         'compiled', compilation_seconds=compiled.seconds, cache_hit=compiled.cache_hit

@@ -148,8 +148,11 @@ def _read_first_batch(run: OpenRun) -> None:
 
 def _make_state(run: OpenRun) -> None:
   """Restore or initialize the state of the trainer."""
-  run.progress.note(f'making the state: {run.start.description}')
-  restored = run.set_state(run.start)
+  devices = report.describe_devices(run.cfg.partitioner)
+  with run.progress.working(
+    f'making the state on {devices}: {run.start.description}; the training step is compiled meanwhile'
+  ):
+    restored = run.set_state(run.start)
   if restored is not None and run.trainer.non_finite.policy.tests:
     starting_point.check_finite(run.start, run.trainer.step_state)
 
