@@ -10,32 +10,24 @@ Sources, with rates that makers give with sparsity halved:
 - GeForce: appendices of the white papers of the Ampere GA102, Ada and RTX Blackwell architectures.
 """
 
+from collections.abc import Mapping
 import re
-from typing import NamedTuple
 
-
-class _Chip(NamedTuple):
-  """Peak rates in TFLOP/s; None where XLA has no fast product of the dtype.
-
-  Attributes:
-    kinds: regular expression for the entire `jax.Device.device_kind`.
-    bfloat16: rate of bfloat16.
-    float16: rate of float16.
-    float32: rate of float32 with the default precision: TF32 on NVIDIA's chips since A100, bfloat16 on TPUs.
-  """
-
-  kinds: str
-  bfloat16: float | None
-  float16: float | None
-  float32: float | None
+# Regular expression for an entire `jax.Device.device_kind`, and dtype to TFLOP/s. 'float32' has the default precision:
+# TF32 on NVIDIA's chips since A100, bfloat16 on TPUs.
+_Chip = tuple[str, Mapping[str, float]]
 
 
 def _tpu(kinds: str, rate: float) -> _Chip:
-  return _Chip(kinds, rate, None, rate)
+  return kinds, {'bfloat16': rate, 'float32': rate}
 
 
 def _nvidia(kinds: str, rate: float, tf32: float) -> _Chip:
-  return _Chip(kinds, rate, rate, tf32)
+  return kinds, {'bfloat16': rate, 'float16': rate, 'float32': tf32}
+
+
+def _before_a100(kinds: str, float16: float, float32: float) -> _Chip:
+  return kinds, {'float16': float16, 'float32': float32}
 
 
 # Variants of one name have different rates, and a part of a chip (MIG) has less, so the entire name must match.
@@ -47,9 +39,9 @@ _CHIPS = (
   _tpu('TPU v5p?', 459),
   _tpu('TPU v6e|TPU v6 lite', 918),
   _tpu('TPU7x', 2307 / 2),
-  _Chip('Tesla V100-SXM2[^ ]*', None, 125, 15.7),
-  _Chip('Tesla V100-PCIE[^ ]*', None, 112, 14),
-  _Chip('(Tesla|NVIDIA) T4', None, 65, 8.1),
+  _before_a100('Tesla V100-SXM2[^ ]*', 125, 15.7),
+  _before_a100('Tesla V100-PCIE[^ ]*', 112, 14),
+  _before_a100('(Tesla|NVIDIA) T4', 65, 8.1),
   _nvidia('(NVIDIA )?A100-(SXM4|PCIE)[^ ]*|NVIDIA A100 80GB PCIe', 312, 156),
   _nvidia('NVIDIA A10', 125, 62.5),
   _nvidia('NVIDIA A10G', 70, 35),
@@ -82,8 +74,7 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
   >>> peak_flops('NVIDIA A100-SXM4-80GB', 'bfloat16') / 1e12
   312.0
   """
-  for chip in _CHIPS:
-    if re.fullmatch(chip.kinds, device_kind):
-      rate = chip._asdict().get(dtype)
-      return rate and rate * 1e12
+  for kinds, rates in _CHIPS:
+    if dtype in rates and re.fullmatch(kinds, device_kind):
+      return rates[dtype] * 1e12
   return None

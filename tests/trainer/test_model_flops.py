@@ -5,111 +5,45 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from t5x_lite import adapters
 from t5x_lite import layers
-from t5x_lite import models
 from t5x_lite import optimizers
 from t5x_lite import partitioning
-from t5x_lite import trainer as trainer_lib
-from t5x_lite.data import vocabularies
 from t5x_lite.networks import decoder_only
-from t5x_lite.networks import t5
 from t5x_lite.trainer import model_flops
-from t5x_lite.trainer import state_init
-from tests.networks import network_cases
-from tests.networks.test_remat import count_flops
-
-_ROWS = 8
-_INPUTS = 64
-_TARGETS = 32
-_WIDE = dict(vocab_size=256, emb_dim=128, num_heads=2, head_dim=64, mlp_dim=256)
-_T5_1_0 = dict(mlp_activations=('relu',), logits_via_embedding=True)
+from tests.trainer import flops_cases as cases
 
 
-def _t5(**fields):
-  sizes = dict(num_encoder_layers=2, num_decoder_layers=2)
-  return t5.Transformer(network_cases.tiny_config(**{**_WIDE, **sizes, **fields}))
-
-
-def _decoder(**fields):
-  config = decoder_only.TransformerConfig(
-    **_WIDE, num_layers=2, mlp_activations=('gelu', 'linear'), dropout_rate=0.0, **fields
+def _decoder():
+  return decoder_only.DecoderWrapper(
+    decoder_only.TransformerConfig(
+      **cases.WIDE, num_layers=2, mlp_activations=('gelu', 'linear'), dropout_rate=0.0
+    )
   )
-  return decoder_only.DecoderWrapper(config)
-
-
-def make_trainer(
-  network, optimizer_def=None, model_cls=None, model_options=None, num_devices=1, **options
-):
-  """Return (trainer with shapes, shapes of a batch) of a network."""
-  lengths = {
-    'decoder_input_tokens': _TARGETS,
-    'decoder_target_tokens': _TARGETS,
-    'decoder_loss_weights': _TARGETS,
-  }
-  vocabulary = vocabularies.PassThroughVocabulary(network.config.vocab_size, eos_id=1)
-  if isinstance(network, decoder_only.DecoderWrapper):
-    model_cls = model_cls or models.DecoderOnlyModel
-    arguments = (network, vocabulary)
-    lengths['decoder_causal_attention'] = _TARGETS
-  else:
-    model_cls = model_cls or models.EncoderDecoderModel
-    arguments = (network, vocabulary, vocabulary)
-    lengths['encoder_input_tokens'] = _INPUTS
-  model = model_cls(*arguments, optimizer_def or optimizers.sgd(0.1), **(model_options or {}))
-  devices = np.array(jax.devices()[:num_devices]).reshape(num_devices, 1)
-  mesh = jax.sharding.Mesh(devices, ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-  partitioner = partitioning.PjitPartitioner(mesh=mesh)
-  shapes = {name: (_ROWS, length) for name, length in lengths.items()}
-  initializer = state_init.TrainStateInitializer(
-    model.optimizer_def, model.get_initial_variables, shapes, partitioner
-  )
-  trainer = trainer_lib.Trainer(
-    model,
-    initializer.global_train_state_shape,
-    partitioner,
-    (),
-    None,
-    initializer.train_state_axes,
-    jax.random.key(0),
-    **options,
-  )
-  return trainer, {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
-
-
-def trace(trainer, batch):
-  """Return the traced training step."""
-  return trainer.partitioned_train_step().trace(
-    trainer.step_state, batch, *trainer.step_arguments(is_last=False)
-  )
-
-
-def _products(traced):
-  """Return the FLOPs of a step's products; one is the sum over rows that is the gradient of the position biases."""
-  return pytest.approx(count_flops(traced.jaxpr.jaxpr), rel=0.001)
-
-
-def _count(*args, **kwargs):
-  trainer, batch = make_trainer(*args, **kwargs)
-  return trainer.count_flops(batch).total
 
 
 def _trains(pattern):
   return optimizers.MultiOptimizer([(pattern, optimizers.sgd(0.1))])
 
 
+_T5_1_0 = dict(mlp_activations=('relu',), logits_via_embedding=True)
 _STEPS = {
-  't5_1_0': functools.partial(make_trainer, _t5(**_T5_1_0)),
-  't5_1_1': functools.partial(make_trainer, _t5()),
-  'decoder_only': functools.partial(make_trainer, _decoder()),
+  't5_1_0': functools.partial(cases.make_trainer, cases.t5_network(**_T5_1_0)),
+  't5_1_1': functools.partial(cases.make_trainer, cases.t5_network()),
+  'decoder_only': functools.partial(cases.make_trainer, _decoder()),
   'lora': functools.partial(
-    make_trainer, _t5(), model_options={'adapter': adapters.Lora(rank=8, targets='all')}
+    cases.make_trainer,
+    cases.t5_network(),
+    model_options={'adapter': adapters.Lora(rank=8, targets='all')},
   ),
-  'last layers': functools.partial(make_trainer, _t5(), _trains('decoder/(layers_1|logits)')),
-  'embeddings': functools.partial(make_trainer, _t5(), _trains('token_embedder')),
+  'last layers': functools.partial(
+    cases.make_trainer, cases.t5_network(), _trains('decoder/(layers_1|logits)')
+  ),
+  'embeddings': functools.partial(
+    cases.make_trainer, cases.t5_network(), _trains('token_embedder')
+  ),
 }
 
 
@@ -117,29 +51,28 @@ _STEPS = {
 def test_xla_counts_the_same_in_the_step(name):
   trainer, batch = _STEPS[name]()
   counted = trainer.count_flops(batch).total
-  traced = trace(trainer, batch)
-  assert counted == _products(traced)
-  xla = traced.lower().compile().cost_analysis()['flops']
-  assert counted == pytest.approx(xla, rel=0.05)
+  traced = cases.trace(trainer, batch)
+  assert counted == cases.products(traced)
+  assert counted == cases.flops_by_xla(traced)
 
 
 def test_layers_in_loops_count_as_often_as_they_run():
-  trainer, batch = make_trainer(_t5(scan_layers=True))
+  trainer, batch = cases.make_trainer(cases.t5_network(scan_layers=True))
   counted = trainer.count_flops(batch).total
-  assert counted == _products(trace(trainer, batch))
-  assert counted == _count(_t5())
+  assert counted == cases.products(cases.trace(trainer, batch))
+  assert counted == cases.count(cases.t5_network())
 
 
 def test_t5_1_1_by_hand():
   emb, joined, mlp, vocab = 128, 2 * 64, 256, 256
-  inputs, targets = _ROWS * _INPUTS, _ROWS * _TARGETS
+  inputs, targets = cases.ROWS * cases.INPUTS, cases.ROWS * cases.TARGETS
   attention = 4 * emb * joined
-  encoder = inputs * (attention + 3 * emb * mlp) + 2 * _ROWS * _INPUTS**2 * joined
+  encoder = inputs * (attention + 3 * emb * mlp) + 2 * cases.ROWS * cases.INPUTS**2 * joined
   decoder = targets * (attention + 2 * emb * joined + 3 * emb * mlp)
   decoder += inputs * 2 * emb * joined
   # The square of causal attention, not its half.
-  decoder += 2 * _ROWS * (_TARGETS**2 + _TARGETS * _INPUTS) * joined
-  assert _count(_t5()) == 6 * (2 * encoder + 2 * decoder + targets * emb * vocab)
+  decoder += 2 * cases.ROWS * (cases.TARGETS**2 + cases.TARGETS * cases.INPUTS) * joined
+  assert cases.count(cases.t5_network()) == 6 * (2 * encoder + 2 * decoder + targets * emb * vocab)
 
 
 @pytest.mark.parametrize(
@@ -148,23 +81,26 @@ def test_t5_1_1_by_hand():
     {'remat_policy': 'full'},
     {'attention_kernel': 'blockwise'},
     {'loss_chunk_size': 100},
+    {'qk_clip_threshold': 100.0},
     {'dropout_rate': 0.1},
     {'param_layout': 'scalable_t5'},
   ],
   ids=str,
 )
 def test_how_a_step_is_computed_does_not_count(fields):
-  assert _count(_t5(**fields)) == _count(_t5())
+  assert cases.count(cases.t5_network(**fields)) == cases.count(cases.t5_network())
 
 
 def test_options_of_the_trainer_do_not_count():
-  plain = _count(_t5())
-  assert _count(_t5(), optimizers.muon(0.1)) == plain
-  assert _count(_t5(), num_microbatches=4) == plain
+  plain = cases.count(cases.t5_network())
+  assert cases.count(cases.t5_network(), optimizers.muon(0.1)) == plain
+  assert cases.count(cases.t5_network(), num_microbatches=4) == plain
+  sharded = partitioning.PjitPartitioner(mesh=cases.mesh_of(4, 2))
+  assert cases.count(cases.t5_network(), partitioner=sharded) == plain
 
 
 def test_dtypes_are_those_of_the_operands():
-  trainer, batch = make_trainer(_t5(dtype='bfloat16'), train_dtype='bfloat16')
+  trainer, batch = cases.make_trainer(cases.t5_network(dtype='bfloat16'), train_dtype='bfloat16')
   flops = trainer.count_flops(batch)
   assert flops.dtype == 'bfloat16' and flops.by_dtype['bfloat16'] > 0.9 * flops.total
 
