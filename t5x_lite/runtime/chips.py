@@ -4,10 +4,10 @@ Sources, with rates that makers give with sparsity halved:
 
 - TPUs: https://docs.cloud.google.com/tpu/docs (the pages v2 to v6e and tpu7x), per chip. A device of v2, v3 and 7x is
   one of the two TensorCores of a chip, a device of the others an entire chip.
-- V100, T4, A100, A10, A30, A40, L4, L40, L40S, H100, H200, RTX A6000, RTX 6000 Ada: data sheets of NVIDIA.
+- V100, T4, A100, L4, L40S, H100, H200: data sheets of NVIDIA.
 - A10G: https://www.baseten.co/blog/nvidia-a10-vs-a10g-for-ml-model-inference, from the data sheet of the A10G.
 - B200, GB200: https://resources.nvidia.com/en-us-blackwell-architecture, for 1,000 and 1,200 W.
-- GeForce: appendices of the white papers of the Ampere GA102, Ada and RTX Blackwell architectures.
+- GeForce: appendices of the white papers of the Ada and RTX Blackwell architectures.
 """
 
 from collections.abc import Mapping
@@ -43,22 +43,15 @@ _CHIPS = (
   _before_a100('Tesla V100-PCIE[^ ]*', 112, 14),
   _before_a100('(Tesla|NVIDIA) T4', 65, 8.1),
   _nvidia('(NVIDIA )?A100-(SXM4|PCIE)[^ ]*|NVIDIA A100 80GB PCIe', 312, 156),
-  _nvidia('NVIDIA A10', 125, 62.5),
   _nvidia('NVIDIA A10G', 70, 35),
-  _nvidia('NVIDIA A30', 165, 82),
-  _nvidia('NVIDIA A40', 149.7, 74.8),
-  _nvidia('NVIDIA RTX A6000', 154.8, 77.4),
   _nvidia('NVIDIA L4', 121, 60),
-  _nvidia('NVIDIA L40', 181.05, 90.5),
   _nvidia('NVIDIA L40S', 362.05, 183),
-  _nvidia('NVIDIA RTX 6000 Ada Generation', 364.25, 182.1),
   _nvidia('NVIDIA H100 80GB HBM3|NVIDIA GH200 [^ ]*', 989.4, 494.7),
   _nvidia('NVIDIA H100 PCIe', 756, 378),
   _nvidia('NVIDIA (H100|H200) NVL', 835.5, 417.5),
   _nvidia('NVIDIA H200', 989.4, 494.7),
   _nvidia('NVIDIA B200', 2250, 1100),
   _nvidia('NVIDIA GB200', 2500, 1250),
-  _nvidia('NVIDIA GeForce RTX 3090', 71, 35.6),
   _nvidia('NVIDIA GeForce RTX 4090', 165.2, 82.6),
   _nvidia('NVIDIA GeForce RTX 5090', 209.5, 104.8),
 )

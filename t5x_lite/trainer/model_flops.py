@@ -10,9 +10,11 @@ size for each operand that depends on trained parameters: two for a layer in the
 layer above a trained one or for the kernel of the first layer, none below all trained parameters.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import collections
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import math
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -23,17 +25,16 @@ from t5x_lite import layers
 from t5x_lite import tree_utils
 from t5x_lite.partitioning import nan_search
 
-# Operations that keep the ones of a mask apart, so that their result selects rows like the mask.
-_KEEP_SELECTION = (
-  'broadcast_in_dim',
-  'convert_element_type',
-  'copy',
-  'reshape',
-  'squeeze',
-  'transpose',
-)
+# Operations whose result selects rows like their operand.
+_RESHAPES = ('convert_element_type', 'reshape', 'squeeze', 'transpose')
 # Operations that may have products which no program shows.
-_OPAQUE = ('dot_product_attention_fwd_wrapper', 'ffi_call', 'pallas_call')
+_OPAQUE = ('dot_product_attention_fwd_wrapper', 'ffi_call', 'ragged_dot_general')
+
+# For each result True if the loss has a derivative with respect to it, False if the loss depends on it without one, and
+# None if the loss does not depend on it.
+_Uses = Sequence[bool | None]
+# Dtype of the operands to FLOPs.
+_Counts = collections.Counter[str]
 
 
 class UncountableError(Exception):
@@ -90,31 +91,25 @@ def count_step(loss_fn: Callable[..., Any], params: Any, *arguments: Any) -> Mod
     program = jax.make_jaxpr(lambda *args: loss_fn(*args))(*tree_utils.shapes((params, *arguments)))
   num_params = len(jax.tree.leaves(params))
   inputs = [_Value(is_trained=i < num_params) for i in range(len(program.jaxpr.invars))]
-  counts: dict[str, int] = {}
-  _count(program, inputs, [True], counts)
-  return ModelFlops(counts)
+  return ModelFlops(_count(program, inputs, [True])[1])
 
 
 def _count(
-  program: core.ClosedJaxpr,
-  inputs: Sequence[_Value],
-  results: Sequence[bool | None],
-  counts: dict[str, int],
-) -> list[_Value]:
-  """Add the FLOPs of a program to `counts`.
+  program: core.ClosedJaxpr, inputs: Sequence[_Value], results: _Uses
+) -> tuple[list[_Value], _Counts]:
+  """Count the products of a program.
 
   Args:
     program: the program.
     inputs: what is known of its arguments.
-    results: for each result True if the loss has a derivative with respect to it, False if the loss depends on it
-      without one, None if the loss does not depend on it; products for such results are not computed.
-    counts: dtype to FLOPs.
+    results: how the loss depends on its results; products on which it does not depend are not computed.
 
   Returns:
-    What is known of the results.
+    (what is known of the results, FLOPs).
   """
   jaxpr = program.jaxpr
   uses = _uses(jaxpr, results)
+  counts = _Counts()
   values = dict.fromkeys(jaxpr.constvars, _Value())
   values.update(zip(jaxpr.invars, inputs, strict=True))
 
@@ -124,24 +119,23 @@ def _count(
     return values[atom]
 
   for eqn in jaxpr.eqns:
-    operands = [value_of(atom) for atom in eqn.invars]
+    outputs = [_Value()] * len(eqn.outvars)
     eqn_results = [uses.get(var) for var in eqn.outvars]
-    if all(use is None for use in eqn_results):
-      outputs = [_Value()] * len(eqn.outvars)
-    else:
-      outputs = _count_eqn(eqn, operands, eqn_results, counts)
+    if any(use is not None for use in eqn_results):
+      operands = [value_of(atom) for atom in eqn.invars]
+      outputs, of_eqn = _count_eqn(eqn, operands, eqn_results)
+      counts.update(of_eqn)
     values.update(zip(eqn.outvars, outputs, strict=True))
-  return [value_of(atom) for atom in jaxpr.outvars]
+  return [value_of(atom) for atom in jaxpr.outvars], counts
 
 
-def _uses(jaxpr: Any, results: Sequence[bool | None]) -> dict[Any, bool]:
-  """Return, for each variable on which the loss depends, whether it does so by a chain of derivatives."""
+def _uses(jaxpr: Any, results: _Uses) -> dict[Any, bool]:
+  """Return how the loss depends on the variables on which it does; see `_Uses`."""
   uses: dict[Any, bool] = {}
 
   def use(atom: Any, is_differentiated: bool) -> None:
     if not isinstance(atom, core.Literal):
-      is_differentiated = is_differentiated and _is_float(atom)
-      uses[atom] = uses.get(atom, False) or is_differentiated
+      uses[atom] = uses.get(atom, False) or (is_differentiated and _is_float(atom))
 
   for atom, is_differentiated in zip(jaxpr.outvars, results, strict=True):
     if is_differentiated is not None:
@@ -159,104 +153,65 @@ def _is_float(atom: Any) -> bool:
   return jnp.issubdtype(getattr(atom.aval, 'dtype', jnp.int32), jnp.inexact)
 
 
-def _count_eqn(
-  eqn: Any, operands: list[_Value], results: list[bool | None], counts: dict[str, int]
-) -> list[_Value]:
-  """Add the FLOPs of an operation to `counts`; see `_count`."""
+def _count_eqn(eqn: Any, operands: list[_Value], results: _Uses) -> tuple[list[_Value], _Counts]:
+  """Count the products of an operation; see `_count`."""
   name = eqn.primitive.name
-  if (flops := _PRODUCTS.get(name)) is not None:
+  called = nan_search.called_program(eqn)
+  sizes = nan_search.scan_sizes(eqn)
+  if called is not None:
+    return _count(called, operands, results)
+  if sizes is not None:
+    return _count_scan(eqn, *sizes, operands, results)
+  if name == 'cond':
+    branches = [_count(each, operands[1:], results) for each in eqn.params['branches']]
+    return max(branches, key=lambda counted: counted[1].total())
+  counts = _Counts()
+  if name in _PRODUCTS:
     if not any(operand.selects for operand in operands):
       num_products = 1
       if any(results):
         num_products += sum(operand.is_trained for operand in operands)
-      dtype = _operand_dtype(eqn)
-      counts[dtype] = counts.get(dtype, 0) + num_products * flops(eqn)
-  elif (called := nan_search.called_program(eqn)) is not None:
-    return _count(called, operands, results, counts)
-  elif (sizes := nan_search.scan_sizes(eqn)) is not None:
-    return _count_scan(eqn, sizes, operands, results, counts)
-  elif name == 'cond':
-    return _count_branches(eqn, operands, results, counts)
+      counts[_operand_dtype(eqn)] = num_products * _PRODUCTS[name](eqn)
   else:
     _check_has_no_products(eqn)
   passes = name != 'stop_gradient' and any(operand.is_trained for operand in operands)
-  selects = name in _KEEP_SELECTION and operands[0].selects
+  selects = name in _RESHAPES and operands[0].selects
   if name == 'convert_element_type':
     selects = selects or eqn.invars[0].aval.dtype == jnp.bool_
-  return [_Value(passes and _is_float(var), selects) for var in eqn.outvars]
+  return [_Value(passes and _is_float(var), selects) for var in eqn.outvars], counts
 
 
 def _count_scan(
-  eqn: Any,
-  sizes: tuple[int, int],
-  operands: list[_Value],
-  results: list[bool | None],
-  counts: dict[str, int],
-) -> list[_Value]:
-  """Add the FLOPs of all iterations of a `lax.scan`; see `_count`."""
-  num_consts, num_carry = sizes
-  program = eqn.params['jaxpr']
+  eqn: Any, num_consts: int, num_carry: int, operands: list[_Value], results: _Uses
+) -> tuple[list[_Value], _Counts]:
+  """Count the products of all iterations of a `lax.scan`; see `_count`."""
+  carried = slice(num_consts, num_consts + num_carry)
   operands = list(operands)
   # An iteration reads what another one writes, so all of them are like the one with most derivatives.
-  is_differentiated = any(results)
-  body_results = [is_differentiated] * num_carry + results[num_carry:]
-  while True:
-    body_counts: dict[str, int] = {}
-    outputs = _count(program, operands, body_results, body_counts)
-    carried = slice(num_consts, num_consts + num_carry)
-    after = [
+  body_results = [any(results)] * num_carry + list(results[num_carry:])
+  before = None
+  while before != operands:
+    before = list(operands)
+    outputs, counts = _count(eqn.params['jaxpr'], operands, body_results)
+    operands[carried] = [
       _Value(old.is_trained or new.is_trained, old.selects and new.selects)
-      for old, new in zip(operands[carried], outputs, strict=False)
+      for old, new in zip(before[carried], outputs, strict=False)
     ]
-    if after == operands[carried]:
-      break
-    operands[carried] = after
-  for dtype, flops in body_counts.items():
-    counts[dtype] = counts.get(dtype, 0) + eqn.params['length'] * flops
-  return outputs
-
-
-def _count_branches(
-  eqn: Any, operands: list[_Value], results: list[bool | None], counts: dict[str, int]
-) -> list[_Value]:
-  """Add the FLOPs of the branch of a `lax.cond` that has most; see `_count`."""
-  largest: dict[str, int] = {}
-  found = []
-  for branch in eqn.params['branches']:
-    of_branch: dict[str, int] = {}
-    found.append(_count(branch, operands[1:], results, of_branch))
-    if sum(of_branch.values()) > sum(largest.values()):
-      largest = of_branch
-  for dtype, flops in largest.items():
-    counts[dtype] = counts.get(dtype, 0) + flops
-  return [_Value(any(each.is_trained for each in outputs)) for outputs in zip(*found, strict=True)]
+  return outputs, _Counts({dtype: eqn.params['length'] * n for dtype, n in counts.items()})
 
 
 def _check_has_no_products(eqn: Any) -> None:
   """Raise UncountableError if an operation has products in a program that it runs in an unknown way."""
-  name = eqn.primitive.name
-  counts: dict[str, int] = {}
-  for program in _programs(eqn.params):
-    inputs = [_Value()] * len(program.jaxpr.invars)
-    _count(program, inputs, [False] * len(program.jaxpr.outvars), counts)
-  if counts or name in _OPAQUE:
-    raise UncountableError(f'{name!r} has products of unknown number or size')
-
-
-def _programs(params: Mapping[str, Any]) -> Iterator[core.ClosedJaxpr]:
-  """Yield the programs among the parameters of an operation."""
-  for value in params.values():
-    if isinstance(value, core.ClosedJaxpr):
-      yield value
-    elif isinstance(value, core.Jaxpr) and not value.constvars:
-      yield core.ClosedJaxpr(value, ())
+  programs = [str(v) for v in eqn.params.values() if isinstance(v, (core.Jaxpr, core.ClosedJaxpr))]
+  if eqn.primitive.name in _OPAQUE or _PRODUCT_IN_TEXT.search(' '.join(programs)):
+    raise UncountableError(f'{eqn.primitive.name!r} has products of unknown number or size')
 
 
 def _operand_dtype(eqn: Any) -> str:
   """Return the dtype of a product; see `ModelFlops`."""
   dtype = jnp.result_type(*(atom.aval.dtype for atom in eqn.invars[:2])).name
   precision = eqn.params.get('precision')
-  is_default = precision in (None, (None, None)) or set(precision) == {jax.lax.Precision.DEFAULT}
+  is_default = precision in (None, (None, None), (jax.lax.Precision.DEFAULT,) * 2)
   if dtype == 'float32' and not is_default:
     return 'float32_highest'
   return dtype
@@ -274,18 +229,5 @@ def _conv_flops(eqn: Any) -> int:
   return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) // num_outputs
 
 
-def _ragged_flops(eqn: Any) -> int:
-  """Return the FLOPs of rows of which each belongs to one group."""
-  numbers = eqn.params['ragged_dot_dimension_numbers']
-  (contracted, _), _ = numbers.dot_dimension_numbers
-  if set(numbers.lhs_ragged_dimensions) & set(contracted):
-    raise UncountableError("'ragged_dot_general' has products of unknown size")
-  lhs = eqn.invars[0].aval.shape
-  return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[i] for i in contracted)
-
-
-_PRODUCTS: Mapping[str, Callable[[Any], int]] = {
-  'dot_general': _dot_flops,
-  'conv_general_dilated': _conv_flops,
-  'ragged_dot_general': _ragged_flops,
-}
+_PRODUCTS = {'dot_general': _dot_flops, 'conv_general_dilated': _conv_flops}
+_PRODUCT_IN_TEXT = re.compile(r'\b(dot_general|conv_general_dilated|ragged_dot_general)\b')

@@ -659,16 +659,11 @@ class Trainer(BaseTrainer):
   def count_flops(self, batch: Mapping[str, Any]) -> model_flops.ModelFlops:
     """See base class."""
 
-    def loss_fn(params, train_state, batch, rng):
-      loss_of_params = train_step_lib.make_value_fn(
-        self._model,
-        train_state,
-        batch,
-        rng,
-        num_microbatches=None,  # which have the same products
-        step_params=self._params_of_steps.at_step(rng, train_state.step),
-      )
-      return loss_of_params(params)
+    def loss_fn(params, state, batch, rng):
+      step_params = self._params_of_steps.at_step(rng, state.step)
+      # Micro-batches have the same products.
+      arguments = (self._model, state, batch, rng, None)
+      return train_step_lib.make_value_fn(*arguments, step_params=step_params)(params)
 
     shapes = self._step_shapes
     return model_flops.count_step(loss_fn, shapes.params, shapes, batch, self._base_rng)

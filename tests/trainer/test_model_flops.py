@@ -133,7 +133,6 @@ def _loss(product):
     (_loss(jax.checkpoint(lambda w, x: x @ w)), 2),
     (_loss(lambda w, x: jax.lax.fori_loop(0, 3, lambda i, x: x @ w, x)), 9),
     (_loss(lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda: x @ w @ w, lambda: x @ w)), 5),
-    (_loss(lambda w, x: jax.lax.ragged_dot(x, w[None], jnp.full(1, 8))), 2),
     (
       _loss(
         lambda w, x: nn.Conv(16, (1,), use_bias=False).apply({'params': {'kernel': w[None]}}, x)
@@ -147,12 +146,29 @@ def test_products_of_each_operation(fn, num_products):
   assert flops.total == num_products * _ONCE
 
 
+def test_loops_carry_what_they_train():
+  def fn(w, v, x):
+    def body(carry, _):
+      h, added = carry
+      return (h @ v + added, h @ w), None
+
+    return jnp.sum(jax.lax.scan(body, (x, x), length=3)[0][0])
+
+  # The first `h` depends on no parameter, the later ones do: each product has gradients of `h`, one also of `w`.
+  flops = model_flops.count_step(fn, _W, _W, jnp.ones((8, 16)))
+  assert flops.total == 3 * (2 + 3) * _ONCE
+
+
 def test_loops_of_unknown_length_are_errors():
   def fn(w, x):
     return jnp.sum(jax.lax.fori_loop(0, x.astype(int)[0, 0], lambda i, x: x @ w, x))
 
   with pytest.raises(model_flops.UncountableError, match="'while' has products"):
     model_flops.count_step(fn, _W, jnp.ones((8, 16)))
+  with pytest.raises(model_flops.UncountableError, match="'ragged_dot_general' has products"):
+    model_flops.count_step(
+      _loss(lambda w, x: jax.lax.ragged_dot(x, w[None], jnp.full(1, 8))), _W, jnp.ones((8, 16))
+    )
   # Without products they are not.
   assert not model_flops.count_step(
     lambda w, x: jnp.sum(jax.lax.while_loop(lambda x: x[0, 0] < 3, lambda x: x + 1, x)),

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import dataclasses
 import enum
+import functools
 import logging
 import math
 from typing import Any
@@ -16,10 +17,10 @@ import numpy as np
 from t5x_lite import checks
 from t5x_lite import multihost
 from t5x_lite import runtime
+from t5x_lite.apps.common import speed
 from t5x_lite.apps.common import starting_point
 from t5x_lite.apps.common import waiting
 from t5x_lite.apps.common.plan import Stretch
-from t5x_lite.apps.train import speed
 from t5x_lite.apps.train.batches import no_batch_error
 from t5x_lite.apps.train.compilation import StepCompilation
 from t5x_lite.apps.train.open_run import OpenRun
@@ -114,7 +115,7 @@ class TrainLoop:
       run.memory,
       run.trainer.train_metrics_manager,
       self._first_step,
-      speed_fn=self._describe_speed,
+      speed_fn=functools.partial(speed.describe, run.trainer, run.batches.tokens_per_step),
     )
     self._stretches = run.plan(self._first_step)
     self._stretch: Stretch | None = None
@@ -507,10 +508,6 @@ class TrainLoop:
     if step == run.facts['start_step']:
       raise no_batch_error(run.cfg.train_dataset_cfg)
     run.progress.log(f'The training data ended after step {step:,}.')
-
-  def _describe_speed(self, seconds: float) -> str:
-    """Return the speed of steps that take some seconds each; '' for a duration of 0."""
-    return speed.describe(self.run.trainer, self.run.batches.tokens_per_step, seconds)
 
   def _begin_progress(self, step: int) -> None:
     last_step = self.last_step if self.last_step < math.inf else 0

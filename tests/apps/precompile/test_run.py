@@ -105,12 +105,15 @@ def test_costs(compiled):
   assert step.alias_bytes == pytest.approx(expected, abs=500) and evaluation.alias_bytes == 0
   assert step.total_bytes < step.argument_bytes + step.output_bytes + step.temporary_bytes
   assert step.flops > evaluation.flops > 0 and step.temporary_bytes > 0
+  assert step.model_flops is not None and 0 < step.model_flops < step.flops
+  assert init.model_flops is evaluation.model_flops is None
   # The moments are of no use to an evaluation, and are not given to it.
   assert prediction.argument_bytes < evaluation.argument_bytes < step.argument_bytes / 2
   with kept_settings():
     jax.config.update('jax_compilation_cache_dir', None)
     text = precompile_lib.describe(programs, toy_run.partitioner())
   assert 'data=2 x model=2' in text and 'No compilation cache' in text
+  assert text.count(f' {step.model_flops / 1e9:.3g} ') == 1
 
 
 def test_texts(compiled):

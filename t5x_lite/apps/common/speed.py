@@ -20,22 +20,25 @@ def count_flops(trainer: trainer_lib.BaseTrainer, batch: Mapping[str, Any]) -> N
   """
   try:
     flops = trainer.count_flops(batch)
-  except Exception as error:  # The run does not depend on it, but on the code of users, which is traced without a mesh.
+  except Exception as error:
+    # Code of users may need the mesh, and no run depends on this number.
     _logger.warning('The model FLOPs are unknown, so TFLOP/s and MFU are left out: %s', error)
     return
   if flops is None or not flops.total:
     return
-  device = trainer.partitioner.mesh.devices.flat[0]
   trainer.step_flops = flops
-  trainer.peak_flops = runtime.peak_flops(device.device_kind, flops.dtype)
-  if trainer.peak_flops is None:
-    peak = f'the peak rate of {device.device_kind} for {flops.dtype} is unknown, so MFU is left out'
-  else:
-    peak = (
-      f'the peak rate of {device.device_kind} for {flops.dtype} is '
-      f'{format_number(trainer.peak_flops / 1e12)} TFLOP/s'
-    )
-  _logger.info('A step has %s model TFLOPs; %s.', format_number(flops.total / 1e12), peak)
+  device_kind = trainer.partitioner.mesh.devices.flat[0].device_kind
+  trainer.peak_flops = runtime.peak_flops(device_kind, flops.dtype)
+  peak = 'unknown'
+  if trainer.peak_flops is not None:
+    peak = f'{format_number(trainer.peak_flops / 1e12)} TFLOP/s'
+  _logger.info(
+    'A step has %s model TFLOPs, most of them in %s; peak rate of a %s device: %s.',
+    format_number(flops.total / 1e12),
+    flops.dtype,
+    device_kind,
+    peak,
+  )
 
 
 def describe(trainer: trainer_lib.BaseTrainer, tokens_per_step: int, seconds: float) -> str:

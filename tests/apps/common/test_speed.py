@@ -5,7 +5,7 @@ import types
 import numpy as np
 import pytest
 
-from t5x_lite.apps.train import speed
+from t5x_lite.apps.common import speed
 from t5x_lite.trainer import model_flops
 from t5x_lite.trainer import summaries
 from tests.apps.train import toy_run
@@ -44,7 +44,7 @@ def test_no_mfu_of_an_unknown_chip(caplog):
   trainer = _trainer('Abacus', _flops)
   with caplog.at_level('INFO'):
     speed.count_flops(trainer, {})
-  assert 'A step has 4 model TFLOPs' in caplog.text and 'Abacus for bfloat16' in caplog.text
+  assert 'A step has 4 model TFLOPs' in caplog.text and 'Abacus device: unknown' in caplog.text
   assert speed.describe(trainer, 1000, 0.002) == '500.0k tokens/s  500 TFLOP/s per device'
 
 
