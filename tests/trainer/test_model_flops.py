@@ -91,6 +91,20 @@ def test_how_a_step_is_computed_does_not_count(fields):
   assert cases.count(cases.t5_network(**fields)) == cases.count(cases.t5_network())
 
 
+def test_scores_of_long_rows_are_a_full_square():
+  # Longer than a block, and not a multiple of it.
+  length, heads, head_dim = 2500, 2, 16
+  x = jnp.ones((1, length, heads, head_dim))
+  bias = layers.causal_bias(length, length)
+
+  def loss_fn(kernel, query, key, value):
+    return jnp.sum(layers.dot_product_attention(query, key, value, bias, kernel=kernel))
+
+  for kernel in ('dot', 'blockwise'):
+    flops = model_flops.count_step(lambda args, kernel=kernel: loss_fn(kernel, *args), (x, x, x))
+    assert flops.total == 3 * 2 * 2 * length**2 * heads * head_dim
+
+
 def test_options_of_the_trainer_do_not_count():
   plain = cases.count(cases.t5_network())
   assert cases.count(cases.t5_network(), optimizers.muon(0.1)) == plain
