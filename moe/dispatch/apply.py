@@ -14,6 +14,7 @@ from moe.dispatch.grouped import KERNELS_OF_BACKEND
 from moe.dispatch.grouped import grouped_tokens
 from moe.dispatch.grouped import select_kernel
 from moe.dispatch.mlp import DropoutMask
+from moe.dispatch.mlp import batched_mlp
 from moe.dispatch.types import DispatchStats
 from moe.dispatch.types import MlpParams
 from moe.dispatch.types import MlpSpec
@@ -68,6 +69,8 @@ def apply_experts(
   tokens = x.reshape(*groups, x.shape[-1])
   hidden_dim = params.wo.shape[1]
   no_drops = DispatchStats(receive_drops=jnp.zeros((), jnp.float32))
+  if layers.counts_products():
+    return _counted(tokens, routing, params, spec, method).reshape(x.shape), no_drops
   layout = expert_parallel.find_layout(math.prod(x.shape[:2]), params.num_experts, hidden_dim)
   if layout is not None:
     if method != 'grouped' and expert_parallel.divides_groups(layout, groups[0]):
@@ -167,6 +170,20 @@ def _grouped(x, routing: TokenChoice, params, spec, mask_fn: MaskFn | None):
     keep = mask_fn(plan.row_choice)
   gates = routing.gates.reshape(tokens.shape[0], -1)
   return grouped_tokens(params, tokens, gates, plan, group_sizes, spec, keep).reshape(x.shape)
+
+
+def _counted(tokens, routing, params, spec, method):
+  """Return outputs of the right shape, by the products of the routed rows alone; see `layers.counted_products`."""
+  if not isinstance(routing, TokenChoice):
+    if 'capacity' in routing.forms:
+      method = 'capacity'
+    return _FORMS[method](tokens, routing, params, spec, None)
+  # [1, choices of all tokens, width]: the experts have equal shapes, so the products of one for all rows count alike.
+  first = jax.tree.map(lambda array: array[:1], params)
+  rows = jnp.broadcast_to(tokens[:, :, None], (*routing.gates.shape, tokens.shape[-1]))
+  outputs = batched_mlp(first, rows.reshape(1, -1, tokens.shape[-1]), spec)
+  gates = routing.gates.astype(spec.dtype)
+  return jnp.sum(outputs.reshape(rows.shape) * gates[..., None], axis=2)
 
 
 # Forms of dispatch: (x, routing, params, spec, mask_fn) -> y [G, T, D].

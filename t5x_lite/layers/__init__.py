@@ -40,7 +40,13 @@ __getattr__, __dir__, __all__ = lazy_names(
     't5x_lite.layers.mlp': ('ACTIVATIONS', 'MlpBlock', 'activation_fn'),
     't5x_lite.layers.nd': ('nd_dense_init',),
     't5x_lite.layers.norm': ('LayerNorm',),
-    't5x_lite.layers.platforms': ('PORTABLE', 'portable_programs', 'traced_platform'),
+    't5x_lite.layers.platforms': (
+      'PORTABLE',
+      'counted_products',
+      'counts_products',
+      'portable_programs',
+      'traced_platform',
+    ),
     't5x_lite.layers.relative_position': (
       'CachedRelativePositionBiases',
       'RelativePositionBiases',

@@ -335,7 +335,7 @@ def dot_product_attention(
   value = value.astype(dtype)
   if dropout:
     value = drop_keys(value, dropout_rng, dropout_rate, heads_first)
-  if heads_first or kernel == 'dot':
+  if heads_first or kernel == 'dot' or platforms.counts_products():
     chosen = 'dot'
   else:
     chosen = select_attention_kernel(

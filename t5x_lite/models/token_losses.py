@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from t5x_lite import checks
 from t5x_lite import layer_stacks
+from t5x_lite import layers
 from t5x_lite import losses
 from t5x_lite.layers import logits as products
 from t5x_lite.layers.logits import OutputProjection
@@ -139,6 +140,8 @@ def find_chunks(
   batch, length, embed = projection.hidden.shape
   if jax.export.is_symbolic_dim(batch):
     return None  # an exported program for any batch size has no number of chunks
+  if layers.counts_products():
+    return None  # chunks are padded
   num_shards, vocab_shards = _num_shards(batch, projection.vocab_size)
   tokens = batch // num_shards * length
   token_bytes = 4 * projection.vocab_size // vocab_shards

@@ -183,7 +183,7 @@ class _Search:
       inputs = [read(atom) for atom in eqn.invars]
       stack = str(eqn.source_info.name_stack)
       path = '/'.join(filter(None, (module, stack)))
-      inner = _called_program(eqn)
+      inner = called_program(eqn)
       if inner is not None:
         outputs = self._evaluate(inner.jaxpr, inner.consts, inputs, path, bodies)
       else:
@@ -192,7 +192,7 @@ class _Search:
           [self._number(value) for value in inputs],
           [],
         )
-        sizes = _scan_sizes(eqn)
+        sizes = scan_sizes(eqn)
         if sizes is not None:
           step.body = _Search(*self._tests)
           step.is_reversed = eqn.params['reverse']
@@ -274,8 +274,8 @@ def _has_bad(values: list[Any], tests_nan: bool, tests_inf: bool) -> jax.Array:
   return jnp.any(jnp.stack([jnp.zeros((), bool), *flags]))
 
 
-def _called_program(eqn: Any) -> core.ClosedJaxpr | None:
-  """Return the program that an operation calls, or None."""
+def called_program(eqn: Any) -> core.ClosedJaxpr | None:
+  """Return the program that an operation (`JaxprEqn`) calls once, or None."""
   if eqn.primitive.name not in _CALLS:
     return None
   for name in _PROGRAMS:
@@ -297,8 +297,8 @@ def _bind(eqn: Any, inputs: list[Any]) -> list[Any]:
   return [outputs]
 
 
-def _scan_sizes(eqn: Any) -> tuple[int, int] | None:
-  """Return the numbers of constants and of carried values of `lax.scan`; None for another operation."""
+def scan_sizes(eqn: Any) -> tuple[int, int] | None:
+  """Return the numbers of constants and of carried values of a `lax.scan` (`JaxprEqn`); None for another operation."""
   if eqn.primitive.name != 'scan':
     return None
   if 'num_carry' in eqn.params:

@@ -14,6 +14,7 @@ __getattr__, __dir__, __all__ = lazy_names(
       'use_compilation_cache',
       'use_default_compilation_cache',
     ),
+    't5x_lite.runtime.chips': ('peak_flops',),
     't5x_lite.runtime.cluster': ('ClusterConfig', 'join'),
     't5x_lite.runtime.cluster_environment': ('command_line',),
     't5x_lite.runtime.device_memory': ('DeviceMemory',),

@@ -25,6 +25,7 @@ from t5x_lite import subclassing
 from t5x_lite import tree_utils
 from t5x_lite.errors import ConfigError, DataError, PreemptionError
 from t5x_lite.metrics import OfLastStep
+from t5x_lite.metrics import TimeRate
 from t5x_lite.metrics import merge_metrics
 from t5x_lite.models import BaseModel
 from t5x_lite.models import qk_clip
@@ -33,6 +34,7 @@ from t5x_lite.train_state import FlaxOptimTrainState
 from t5x_lite.train_state import InferenceState
 from t5x_lite.train_state import TrainState
 from t5x_lite.trainer import eval_steps
+from t5x_lite.trainer import model_flops
 from t5x_lite.trainer import non_finite
 from t5x_lite.trainer import state_init
 from t5x_lite.trainer import train_step as train_step_lib
@@ -109,6 +111,8 @@ class BaseTrainer(subclassing.WithMethodsOfT5x, contextlib.AbstractContextManage
     non_finite: monitor of non-finite steps; `train` ends if it has a `finding`.
     has_two_learning_rates: True if both the trainer and the optimizer have a learning rate, so that one has no effect.
     eval_steps: steps of the evaluations.
+    step_flops: model FLOPs of a step for the metrics of training, e.g. `count_flops`; None writes no metrics of them.
+    peak_flops: largest rate of a device in FLOP/s, e.g. `runtime.peak_flops`; None writes no MFU.
     train_metrics_manager: writer of MODEL_DIR/train.
     eval_metrics_managers: writers of MODEL_DIR/training_eval/<name>, by evaluation name.
   """
@@ -149,6 +153,8 @@ class BaseTrainer(subclassing.WithMethodsOfT5x, contextlib.AbstractContextManage
     self._learning_rate_fn: LearningRateCallable | None = None
     self._learning_rate_is_ignored = False
     self.has_two_learning_rates = False
+    self.step_flops: model_flops.ModelFlops | None = None
+    self.peak_flops: float | None = None
     self.stacked_layers = self.find_layer_stacks(train_state)
     self.train_state = train_state  # sets `_step` too
     self.non_finite = non_finite.Monitor(NonFinitePolicy())
@@ -221,6 +227,18 @@ class BaseTrainer(subclassing.WithMethodsOfT5x, contextlib.AbstractContextManage
     """
     del is_last
     return ()
+
+  def count_flops(self, batch: Mapping[str, Any]) -> model_flops.ModelFlops | None:
+    """Return the model FLOPs of a training step; None if the trainer does not know the program of its loss.
+
+    Args:
+      batch: array or `jax.ShapeDtypeStruct` of a global batch, by feature.
+
+    Raises:
+      UncountableError: see `model_flops.count_step`.
+    """
+    del batch
+    return None
 
   def find_layer_stacks(self, train_state: TrainState) -> layer_stacks.LayerStacks:
     """Return the layers whose arrays the steps take stacked; by default none."""
@@ -419,10 +437,27 @@ class BaseTrainer(subclassing.WithMethodsOfT5x, contextlib.AbstractContextManage
         name: metric for name, metric in metrics.items() if not isinstance(metric, OfLastStep)
       }
     uptime: Any = np.asarray([time.time() - self._made_at], np.float32)
-    metrics = {**metrics, 'timing/uptime': clu.metrics.LastValue.from_model_output(uptime)}
+    metrics = {
+      **metrics,
+      **self._rates(metrics, num_done),
+      'timing/uptime': clu.metrics.LastValue.from_model_output(uptime),
+    }
     summary = self.train_metrics_manager.write_metrics_summary(metrics, self.step, num_done)
     train_step_lib.log_optimizer_report(self._held.stacked.optimizer_def, self.step, summary)
     return summary
+
+  def _rates(self, metrics: Metrics, num_steps: int) -> Metrics:
+    """Return metrics of the speed of steps that the host knows, without effect on the compiled step."""
+    rates = {}
+    tokens: Any = metrics.get('non_padding_fraction/overall')
+    if isinstance(tokens, clu.metrics.Average):
+      rates['timing/non_padding_tokens_per_second'] = TimeRate.from_model_output(tokens.total)
+    if self.step_flops is not None:
+      flops = self.step_flops.total * num_steps / self._partitioner.mesh.size
+      rates['timing/model_tflops_per_second_per_core'] = TimeRate.from_model_output(flops / 1e12)
+      if self.peak_flops is not None:
+        rates['timing/mfu'] = TimeRate.from_model_output(flops / self.peak_flops)
+    return rates
 
   def _observe(self, max_in_flight: int, on_step: Callable[[int, Metrics], None] | None) -> None:
     """Wait for all but the newest `max_in_flight` steps and report them."""
@@ -635,6 +670,25 @@ class Trainer(BaseTrainer):
     """See base class."""
     return self._num_microbatches or 1
 
+  @functools.cached_property
+  def _params_of_steps(self) -> StepParams:
+    """Options of the parameters in a step, with the frozen ones, which are logged once."""
+    return train_step_lib.step_params_of(
+      self._step_shapes, self._step_params, self.stacked_layers, state_init.adapter_of(self._model)
+    )
+
+  def count_flops(self, batch: Mapping[str, Any]) -> model_flops.ModelFlops:
+    """See base class."""
+
+    def loss_fn(params, state, batch, rng):
+      step_params = self._params_of_steps.at_step(rng, state.step)
+      # Micro-batches have the same products.
+      arguments = (self._model, state, batch, rng, None)
+      return train_step_lib.make_value_fn(*arguments, step_params=step_params)(params)
+
+    shapes = self._step_shapes
+    return model_flops.count_step(loss_fn, shapes.params, shapes, batch, self._base_rng)
+
   def step_arguments(self, is_last: bool) -> tuple[ArrayLike, ...]:
     """See base class: (bool scalar, True to compute the statistics of parameters), or () if none are computed.
 
@@ -713,9 +767,7 @@ class Trainer(BaseTrainer):
       transform = _on_single_layers(transform, stacks)
       computer = computer and unstacking(computer, stacks)
 
-    step_params = train_step_lib.step_params_of(
-      self._step_shapes, self._step_params, stacks, state_init.adapter_of(self._model)
-    )
+    step_params = self._params_of_steps
     action = self.non_finite.policy.action
     if action == 'skip' and partitioning.searches_nan():
       action = 'stop'  # The search begins at results, and a skipped step has none that are bad.

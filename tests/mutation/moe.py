@@ -4,6 +4,13 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'slots_of_experts_count_in_mfu',
+    'moe/dispatch/apply.py',
+    'if layers.counts_products():',
+    'if False:',
+    'tests/moe/dispatch/test_apply.py::test_model_flops_are_those_of_the_chosen_experts',
+  ),
+  Mutant(
     'experts_span_slices',
     'moe/mesh.py',
     'num_within_slice = ici_mesh_shape[1]',

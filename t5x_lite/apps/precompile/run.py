@@ -29,6 +29,7 @@ from t5x_lite import multihost
 from t5x_lite import partitioning
 from t5x_lite import runtime
 from t5x_lite import schedules
+from t5x_lite.apps.common import speed
 from t5x_lite.apps.common import starting_point
 from t5x_lite.apps.common import trainer_setup
 from t5x_lite.formatting import format_bytes
@@ -47,13 +48,14 @@ class CompiledProgram:
     name: name of the program.
     seconds: time to trace and compile it, or to load it from the cache.
     cache: 'found', 'written', or 'none' without a cache.
-    flops: floating-point operations per call; loops count once.
+    flops: floating-point operations per call that XLA counts; loops count once.
     argument_bytes: bytes of the arguments.
     output_bytes: bytes of the outputs, including those that reuse memory of arguments.
     alias_bytes: bytes of the outputs that reuse memory of arguments.
     temporary_bytes: bytes of temporary arrays.
     code_bytes: bytes of the program itself.
     hlo_files: paths of the program as text, if requested.
+    model_flops: model FLOPs per call, see `trainer.model_flops`; None except for a training step of known products.
   """
 
   name: str
@@ -66,6 +68,7 @@ class CompiledProgram:
   temporary_bytes: int
   code_bytes: int
   hlo_files: Sequence[str] = ()
+  model_flops: float | None = None
 
   @property
   def total_bytes(self) -> int:
@@ -182,12 +185,17 @@ def precompile(
         init_rng, starting_point.initial_stacks(trainer, initializer, cfg.partitioner)
       ),
     )
+    batch = run_data.batches.element_spec
     compile_program(
       'training step',
       lambda: trainer.make_train_step().lower(
-        trainer.step_state, run_data.batches.element_spec, *trainer.step_arguments(is_last=False)
+        trainer.step_state, batch, *trainer.step_arguments(is_last=False)
       ),
     )
+    speed.count_flops(trainer, batch)
+    if trainer.step_flops is not None:
+      per_device = trainer.step_flops.total / cfg.partitioner.mesh.size
+      programs[-1] = dataclasses.replace(programs[-1], model_flops=per_device)
     for names, metric_fns, eval_spec in run_data.eval_programs:
       lower_eval = trainer.eval_steps.make(metric_fns).lower
       lower_fn = functools.partial(lower_eval, trainer.step_state, eval_spec)
@@ -249,6 +257,7 @@ def describe(programs: Sequence[CompiledProgram], partitioner: partitioning.Pjit
     'seconds',
     'cache',
     'GFLOP',
+    'model GFLOP',
     'arguments',
     'outputs',
     'in place',
@@ -266,7 +275,10 @@ def describe(programs: Sequence[CompiledProgram], partitioner: partitioning.Pjit
       p.code_bytes,
       p.total_bytes,
     )
-    numbers = (f'{p.seconds:.1f}', p.cache, f'{p.flops / 1e9:.3g}')
+    of_model = ''
+    if p.model_flops is not None:
+      of_model = f'{p.model_flops / 1e9:.3g}'
+    numbers = (f'{p.seconds:.1f}', p.cache, f'{p.flops / 1e9:.3g}', of_model)
     rows.append((p.name, *numbers, *map(format_bytes, sizes)))
   parts = [
     f'Programs for {mesh.size} {np.ravel(mesh.devices)[0].device_kind} device(s) ({axes}); operations and '

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import dataclasses
 import enum
+import functools
 import logging
 import math
 from typing import Any
@@ -17,6 +18,7 @@ from t5x_lite import checks
 from t5x_lite import multihost
 from t5x_lite import runtime
 from t5x_lite.apps.common import report
+from t5x_lite.apps.common import speed
 from t5x_lite.apps.common import starting_point
 from t5x_lite.apps.common import waiting
 from t5x_lite.apps.common.plan import Stretch
@@ -114,6 +116,7 @@ class TrainLoop:
       run.memory,
       run.trainer.train_metrics_manager,
       self._first_step,
+      speed_fn=functools.partial(speed.describe, run.trainer, run.batches.tokens_per_step),
     )
     self._stretches = run.plan(self._first_step)
     self._stretch: Stretch | None = None
@@ -135,6 +138,7 @@ class TrainLoop:
     if self._first_step < self.last_step:
       devices = report.describe_devices(run.cfg.partitioner)
       with run.progress.working(f'compiling the training step for {devices}'):
+        speed.count_flops(run.trainer, run.batches.element_spec)
         compiled = compilation.finish()
       run.progress.log(str(compiled))
       run.events.emit(

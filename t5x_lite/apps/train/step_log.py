@@ -1,6 +1,6 @@
 """Lines of the log about batches and steps, the summary of the average time of a step, and memory of devices."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import dataclasses
 import time
 from typing import Any
@@ -62,6 +62,7 @@ class StepLog:
     manager: summaries.MetricsManager,
     first_step: int,
     *,
+    speed_fn: Callable[[float], str] = lambda seconds: '',
     clock=time.perf_counter,
   ):
     """Start the clock.
@@ -72,6 +73,7 @@ class StepLog:
       memory: memory of the devices.
       manager: metrics manager of training.
       first_step: number of completed steps at the start of this process.
+      speed_fn: describes the speed of steps of a duration in seconds.
       clock: returns seconds.
     """
     self._cfg = cfg
@@ -79,6 +81,7 @@ class StepLog:
     self._memory = memory
     self._manager = manager
     self._first_step = first_step
+    self._speed_fn = speed_fn
     self._clock = clock
     self._num_batches = 0
     self._shapes = None
@@ -136,6 +139,7 @@ class StepLog:
         f'step {step:,}',
         _describe(metrics),
         f'{format_number(average)} s/step',
+        self._speed_fn(average),
         self._memory.describe(),
       ]
       self._progress.log('  '.join(part for part in parts if part))

@@ -25,6 +25,7 @@ from t5x_lite.trainer import state_init
 from tests.apps.precompile.toy_precompile import GIN
 from tests.apps.precompile.toy_precompile import kept_settings
 from tests.apps.train import toy_run
+from tests.models import toy_model
 
 _ROOT = pathlib.Path(__file__).parents[3]
 _RUN = [
@@ -105,12 +106,16 @@ def test_costs(compiled):
   assert step.alias_bytes == pytest.approx(expected, abs=500) and evaluation.alias_bytes == 0
   assert step.total_bytes < step.argument_bytes + step.output_bytes + step.temporary_bytes
   assert step.flops > evaluation.flops > 0 and step.temporary_bytes > 0
+  weights = 8 * 16 + 16 * toy_model.VOCAB_SIZE
+  assert step.model_flops == 6 * toy_run.BATCH_SIZE * toy_run.LENGTH * weights / 4
+  assert init.model_flops is evaluation.model_flops is None
   # The moments are of no use to an evaluation, and are not given to it.
   assert prediction.argument_bytes < evaluation.argument_bytes < step.argument_bytes / 2
   with kept_settings():
     jax.config.update('jax_compilation_cache_dir', None)
     text = precompile_lib.describe(programs, toy_run.partitioner())
   assert 'data=2 x model=2' in text and 'No compilation cache' in text
+  assert text.count(f' {step.model_flops / 1e9:.3g} ') == 1
 
 
 def test_texts(compiled):

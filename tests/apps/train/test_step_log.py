@@ -33,7 +33,7 @@ def clock():
 def make(tmp_path, clock):
   """Return a function that makes (log, its output, metrics manager of `tmp_path / 'train'`) of a configuration."""
 
-  def build(first_step=0, devices=(), **options):
+  def build(first_step=0, devices=(), speed_fn=lambda seconds: '', **options):
     stream, manager = io.StringIO(), summaries.MetricsManager('train', tmp_path)
     memory = (
       runtime.DeviceMemory(devices)
@@ -46,6 +46,7 @@ def make(tmp_path, clock):
       memory,
       manager,
       first_step,
+      speed_fn=speed_fn,
       clock=lambda: clock.now,
     )
     return log, stream, manager
@@ -90,6 +91,15 @@ def test_steps_after_the_start_and_then_every_period(make, clock, tmp_path):
     if name == 'timing/average_step_seconds'
   ] == [(10, 0.5), (20, 0.325), (30, 0.25)]
   assert not summaries.read_metrics(tmp_path / 'train/metrics.jsonl')
+
+
+def test_the_speed_of_steps_is_that_of_their_average_time(make, clock):
+  log, stream, _ = make(
+    num_first_steps=0, period=4, speed_fn=lambda seconds: f'{1 / seconds:g} per s'
+  )
+  _run(log, clock, [1, 2])
+  _run(log, clock, [3, 4], seconds=0.25)
+  assert '  0.375 s/step  2.66667 per s' in stream.getvalue()
 
 
 def test_parts_of_a_loss_are_shown_if_it_has_several(make):
@@ -251,7 +261,7 @@ def test_log_and_files_of_a_run_of_the_command(tmp_path, capsys):
   for step in (1, 2, 4, 8):
     assert re.search(
       rf'^\[process 0\] step {step}  loss \S+  accuracy \S+  learning_rate \S+  '
-      r'cross_ent_loss \S+  z_loss \S+  \S+ s/step$',
+      r'cross_ent_loss \S+  z_loss \S+  \S+ s/step  \S+ tokens/s  \S+ TFLOP/s per device$',
       text,
       re.M,
     )

@@ -5,12 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import moe
 from moe import dispatch
+from moe import models
+from moe import partitioner
+from moe import routing as routing_lib
 from moe.dispatch import types
 from moe.routing.types import ExpertChoice
 from moe.routing.types import TokenChoice
 from t5x_lite.errors import ConfigError
 from t5x_lite.layers import ACTIVATIONS
+from tests.networks import network_cases
+from tests.trainer import flops_cases
 
 
 def make_params(rng, num_experts, width, hidden, num_branches, biases=False):
@@ -433,3 +439,71 @@ def test_errors():
   ):
     with pytest.raises(ConfigError, match=match):
       types.MlpSpec(**options)
+
+
+# ---- Model FLOPs -----------------------------------------------------------------------------------------------------
+
+_SIZES = dict(num_encoder_layers=1, num_decoder_layers=1)
+
+
+def _trainer(block, num_expert_partitions=1):
+  network = moe.sparse_transformer(
+    network_cases.tiny_config(**flops_cases.WIDE, **_SIZES),
+    block,
+    num_encoder_sparse_layers=1,
+    num_decoder_sparse_layers=1,
+  )
+  mesh = flops_cases.mesh_of(1, num_expert_partitions, 1, axes=('data', 'expert', 'model'))
+  return flops_cases.make_trainer(
+    network,
+    model_cls=models.MoeEncoderDecoderModel,
+    partitioner=partitioner.MoePjitPartitioner(
+      num_expert_partitions=num_expert_partitions, mesh=mesh
+    ),
+  )
+
+
+def _model_flops(router, num_expert_partitions=1, **fields):
+  block = moe.SparseBlock(num_experts=4, router=router, **fields)
+  trainer, batch = _trainer(block, num_expert_partitions)
+  return trainer.count_flops(batch).total
+
+
+@pytest.mark.parametrize('num_selected', [1, 2])
+def test_model_flops_are_those_of_the_chosen_experts(num_selected):
+  router = routing_lib.TokensChooseRouter(4, num_selected=num_selected)
+  mlp_dim = num_selected * flops_cases.WIDE['mlp_dim']
+  twin = flops_cases.count(flops_cases.t5_network(**_SIZES, mlp_dim=mlp_dim))
+  tokens = flops_cases.ROWS * (flops_cases.INPUTS + flops_cases.TARGETS)
+  of_routers = 6 * tokens * flops_cases.WIDE['emb_dim'] * 4
+  for fields in (
+    {},
+    dict(train_capacity_factor=2.0, eval_capacity_factor=2.0),
+    dict(train_capacity_factor=2.0, eval_capacity_factor=2.0, dispatch='einsum'),
+    dict(num_expert_partitions=2),
+  ):
+    assert _model_flops(router, **fields) == twin + of_routers
+
+
+# A slot for each choice.
+_FULL_BUFFERS = dict(train_capacity_factor=1.0, eval_capacity_factor=1.0)
+
+
+@pytest.mark.full
+def test_xla_counts_the_same_with_full_buffers():
+  router = routing_lib.TokensChooseRouter(4)
+  trainer, batch = _trainer(moe.SparseBlock(num_experts=4, router=router, **_FULL_BUFFERS))
+  counted = trainer.count_flops(batch).total
+  traced = flops_cases.trace(trainer, batch)
+  assert counted == flops_cases.products(traced)
+  assert counted == flops_cases.flops_by_xla(traced)
+
+
+def test_model_flops_of_expert_choice_are_those_of_its_slots():
+  chosen, twin = (
+    _model_flops(router(4), **_FULL_BUFFERS)
+    for router in (routing_lib.ExpertsChooseRouter, routing_lib.TokensChooseRouter)
+  )
+  assert chosen == twin
+  masks = _model_flops(routing_lib.ExpertsChooseRouter(4), dispatch='einsum', **_FULL_BUFFERS)
+  assert masks == chosen
