@@ -132,7 +132,7 @@ def _inherit_from(
 def _has_default(cls: type, method: str, parameter: str) -> bool:
   """Return whether a method of a class may be called without a parameter."""
   for kind in cls.__mro__:
-    found = vars(kind).get(method)
+    found: Any = vars(kind).get(method)
     function = inspect.unwrap(getattr(found, '__func__', found))
     if inspect.isfunction(function):
       parameters = inspect.signature(function).parameters

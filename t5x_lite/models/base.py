@@ -135,9 +135,11 @@ class BaseModel(subclassing.WithFeatureConverter, abc.ABC):
     self, params: Params, batch: Batch, flax_mutables: FlaxMutables | None = None
   ) -> tuple[Array, MetricsMap]:
     """Compute (loss, metrics) by `loss_fn` without dropout; `flax_mutables` are read, not updated."""
-    if not flax_mutables:
-      return self.loss_fn(params, batch, None)
-    loss, (metrics, _) = self.loss_fn(params, batch, None, flax_mutables)
+    # Users' classes may have no `flax_mutables`.
+    arguments = () if not flax_mutables else (flax_mutables,)
+    loss, metrics = self.loss_fn(params, batch, None, *arguments)
+    if isinstance(metrics, tuple):
+      metrics, _ = metrics
     return loss, metrics
 
   def with_metric_fns(self, metric_fns: Sequence[MetricFn], owner: str) -> 'BaseModel':
