@@ -92,7 +92,8 @@ def _found(error: BaseException, name: str, own_paths: Sequence[str]) -> Ending:
       if 'JAX has removed' not in note:
         notes += f'\n{note}'
     remedy = 'Correct this code'
-    if called is not None:
+    # A statement `raise` of the program says what is wrong with the call.
+    if called is not None and not (called.line or '').startswith('raise '):
       frames = [*frames, called]
       remedy += f', or report a defect of {name} if the call of {called.name} is right'
     return Ending(

@@ -292,6 +292,7 @@ def test_an_ending_without_secrets(error, process, status, text):
 
 _USERS_CODE = """
 from t5x_lite.data.vocabularies import round_vocab_size_to_multiple as round_up
+from t5x_lite import models
 
 from t5x_lite import data
 
@@ -314,6 +315,10 @@ def metric(targets, predictions):
 
 def metric_that_calls_t5x_lite(targets, predictions):
   return {'gap': round_up('text', 2)}
+
+
+def metric_with_a_wrong_name(targets, predictions):
+  return {'gap': models.missing_name}
 """
 
 
@@ -365,6 +370,12 @@ def test_frames_of_a_user_in_the_data_thread_and_in_metrics(tmp_path, monkeypatc
       "AttributeError: 'str' object",
       ('round_vocab_size_to_multiple',),
       'or report a defect of t5x_lite if the call of round_vocab_size_to_multiple is right',
+    ),
+    (
+      lambda _: evaluate(users_code.metric_with_a_wrong_name),
+      "AttributeError: module 't5x_lite.models' has no attribute 'missing_name'",
+      (),
+      'Correct this code, then rerun',
     ),
   ):
     monkeypatch.setitem(

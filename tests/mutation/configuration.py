@@ -18,6 +18,13 @@ MUTANTS = (
     'tests/command_line/test_errors.py::test_frames_of_a_user_in_the_data_thread_and_in_metrics',
   ),
   Mutant(
+    'an_error_that_t5x_lite_raises_is_a_defect',
+    't5x_lite/command_line/errors.py',
+    "    if called is not None and not (called.line or '').startswith('raise '):\n",
+    '    if called is not None:\n',
+    'tests/command_line/test_errors.py::test_frames_of_a_user_in_the_data_thread_and_in_metrics',
+  ),
+  Mutant(
     'user_code_that_raises_below_a_call_of_t5x_lite_is_a_defect',
     't5x_lite/command_line/errors.py',
     '        frames.append(frame)\n        called = None\n',
