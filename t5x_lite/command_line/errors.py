@@ -67,7 +67,7 @@ def _found(error: BaseException, name: str, own_paths: Sequence[str]) -> Ending:
     return Ending(
       f'error: your code called sys.exit({error.code!r}).', describe_error(error).status
     )
-  frames = _user_frames(error, own_paths)
+  frames, called = _user_frames(error, own_paths)
   if isinstance(error, T5xLiteError):
     return _of_our_error(error, frames)
   if isinstance(error, SyntaxError) and _is_users_file(error.filename, own_paths):
@@ -91,9 +91,14 @@ def _found(error: BaseException, name: str, own_paths: Sequence[str]) -> Ending:
     for note in getattr(error, '__notes__', ()):
       if 'JAX has removed' not in note:
         notes += f'\n{note}'
+    remedy = 'Correct this code'
+    # A statement `raise` of the program says what is wrong with the call.
+    if called is not None and not (called.line or '').startswith('raise '):
+      frames = [*frames, called]
+      remedy += f', or report a defect of {name} if the call of {called.name} is right'
     return Ending(
       f'error: your code raised {type(error).__name__}: {_text(error)}{notes}{_shown(frames)}\n'
-      'Correct this code, then rerun the command; --debug shows all frames.',
+      f'{remedy}, then rerun the command; --debug shows all frames.',
       ExitCode.ERROR,
     )
   return Ending(
@@ -148,17 +153,25 @@ def _shown(frames: Sequence[traceback.FrameSummary]) -> str:
   return ''
 
 
-def _user_frames(error: BaseException, own_paths: Sequence[str]) -> list[traceback.FrameSummary]:
-  """Return the frames of user code, neither the program's nor installed, of the error or else of its causes."""
+def _user_frames(
+  error: BaseException, own_paths: Sequence[str]
+) -> tuple[list[traceback.FrameSummary], traceback.FrameSummary | None]:
+  """Return the frames of user code, neither the program's nor installed, of the error or else of its causes.
+
+  The second value is the frame of the program that raised in a call by the last of these; None if user code raised.
+  """
   for exception in _chain(error):
-    frames = [
-      frame
-      for frame in traceback.extract_tb(exception.__traceback__)
-      if not _is_own(frame.filename, own_paths) and not _is_installed(frame.filename)
-    ]
+    frames = []
+    called = None
+    for frame in traceback.extract_tb(exception.__traceback__):
+      if _is_own(frame.filename, own_paths):
+        called = frame
+      elif not _is_installed(frame.filename):
+        frames.append(frame)
+        called = None
     if frames:
-      return frames
-  return []
+      return frames, called
+  return [], None
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 import contextlib
 import importlib
-import importlib.util
 import logging
 import re
 import sys
@@ -72,9 +71,10 @@ def check_import(module: str, where: str) -> None:
   if _is_in(module, TRUSTED):
     return
   _check_allowed(module, f'{where}: `--allowed_modules` must contain {module!r} to import it')
-  if module not in _logged and exists(module.partition('.')[0]):
-    _logged.add(module)
-    _logger.info('%s: importing %s, which runs its code.', where, module)
+  found = _existing_part(module)
+  if found and found not in _logged:
+    _logged.add(found)
+    _logger.info('%s: importing %s, which runs its code.', where, found)
 
 
 def check_configurable(found: Any, name: str, where: str, *, is_called: bool = False) -> None:
@@ -109,10 +109,26 @@ def _check_allowed(module: str, expectation: str) -> None:
 
 def exists(top: str) -> bool:
   """Return whether a top-level module exists, without executing it."""
-  try:
-    return top in sys.modules or importlib.util.find_spec(top) is not None
-  except (ImportError, ValueError):
-    return False
+  return bool(_existing_part(top))
+
+
+def _existing_part(module: str) -> str:
+  """Return a module, or its innermost package that exists, or '', without executing anything."""
+  found = ''
+  path: Sequence[str] | None = None
+  for part in module.split('.'):
+    name = f'{found}.{part}'.removeprefix('.')
+    if name in sys.modules:
+      path = getattr(sys.modules[name], '__path__', ())
+    else:
+      # `importlib.util.find_spec` imports the packages of a module.
+      specs = (finder.find_spec(name, path) for finder in sys.meta_path)
+      spec = next(filter(None, specs), None)
+      if spec is None:
+        break
+      path = spec.submodule_search_locations or ()
+    found = name
+  return found
 
 
 def import_triton_first(module: str = 'tensorflow') -> None:

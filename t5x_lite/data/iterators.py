@@ -15,6 +15,7 @@ from t5x_lite.data.sources.base import DataSource
 from t5x_lite.data.sources.base import get_source
 from t5x_lite.data.sources.base import supports_option
 from t5x_lite.data.vocabularies import check_ids
+from t5x_lite.data.vocabularies import describe
 from t5x_lite.data.vocabularies import same_vocabulary
 from t5x_lite.errors import ConfigError
 from t5x_lite.partitioning import DataLayout
@@ -226,8 +227,8 @@ def verify_matching_vocabs(cfg: DatasetConfig, model: Any) -> None:
     check_ids(f'{side} vocabulary', of_data)
     if not same_vocabulary(of_data, of_model):
       raise ConfigError(
-        f'The {side} vocabulary of the model must be that of the data {cfg.name!r}, {of_data}, got '
-        f'{of_model}. Bind VOCABULARY to the vocabulary of the data, or choose other data.'
+        f'The {side} vocabulary of the model must be that of the data {cfg.name!r}, {describe(of_data)}, got '
+        f'{describe(of_model)}. Bind VOCABULARY to the vocabulary of the data, or choose other data.'
       )
 
 

@@ -115,8 +115,7 @@ class Vocabulary(abc.ABC):
     return hash(self.identity)
 
   def __repr__(self) -> str:
-    name, *details = self.identity
-    return f'{name}({", ".join(map(repr, details))})'
+    return _call_text(self.identity)
 
 
 def _check_extra_ids(owner: str, extra_ids: int) -> None:
@@ -491,6 +490,23 @@ def _identity(vocabulary: Any) -> tuple[Any, ...]:
     reverse = vocabulary.__getstate__()['_reverse_extra_ids']
     return (name, vocabulary.sentencepiece_model_file, vocabulary.extra_ids, reverse)
   return (name, id(vocabulary))
+
+
+def _call_text(identity: tuple[Any, ...]) -> str:
+  name, *details = identity
+  return f'{name}({", ".join(map(repr, details))})'
+
+
+def describe(vocabulary: Any) -> str:
+  """Return class and arguments of a vocabulary without reading its file, as `str` of seqio's does.
+
+  >>> describe(ByteVocabulary(5))
+  'ByteVocabulary(5)'
+  """
+  identity = _identity(vocabulary)
+  if identity[1:] == (id(vocabulary),):
+    return repr(vocabulary)
+  return _call_text(identity)
 
 
 def same_vocabulary(first: Any, second: Any) -> bool:

@@ -291,6 +291,9 @@ def test_an_ending_without_secrets(error, process, status, text):
 
 
 _USERS_CODE = """
+from t5x_lite.data.vocabularies import round_vocab_size_to_multiple as round_up
+from t5x_lite import models
+
 from t5x_lite import data
 
 
@@ -308,6 +311,14 @@ class Table(data.ExampleTable):
 
 def metric(targets, predictions):
   return {'first': targets[0] / 2}
+
+
+def metric_that_calls_t5x_lite(targets, predictions):
+  return {'gap': round_up('text', 2)}
+
+
+def metric_with_a_wrong_name(targets, predictions):
+  return {'gap': models.missing_name}
 """
 
 
@@ -334,27 +345,47 @@ def test_frames_of_a_user_in_the_data_thread_and_in_metrics(tmp_path, monkeypatc
       for _ in range(3):
         next(batches)
 
-  def evaluate(arguments):
+  def evaluate(metric):
     judged = data.EvalTask(
       name='users',
       batches=None,
       examples=[{'targets_pretokenized': 'a'}],
-      metric_fns=[users_code.metric],
+      metric_fns=[metric],
       postprocess=lambda text, **_: text,
       output_vocabulary=vocabulary,
       element_spec={},
     )
     judging.compute_metrics(judged, {'predict': np.array([[100, 1]])})
 
-  for run, message in ((read, "KeyError: 'far'"), (evaluate, 'TypeError: unsupported operand')):
+  for run, message, raised_in, remedy in (
+    (read, "KeyError: 'far'", (), 'Correct this code, then rerun'),
+    (
+      lambda _: evaluate(users_code.metric),
+      'TypeError: unsupported operand',
+      (),
+      'Correct this code, then rerun',
+    ),
+    (
+      lambda _: evaluate(users_code.metric_that_calls_t5x_lite),
+      "AttributeError: 'str' object",
+      ('round_vocab_size_to_multiple',),
+      'or report a defect of t5x_lite if the call of round_vocab_size_to_multiple is right',
+    ),
+    (
+      lambda _: evaluate(users_code.metric_with_a_wrong_name),
+      "AttributeError: module 't5x_lite.models' has no attribute 'missing_name'",
+      (),
+      'Correct this code, then rerun',
+    ),
+  ):
     monkeypatch.setitem(
       commands.COMMANDS, 'fake', commands.Command('fake', lambda parser: None, run)
     )
     assert cli.main(['fake']) == errors.ExitCode.ERROR == 1
     err = capsys.readouterr().err
-    assert (
-      err.startswith(f't5x_lite: error: your code raised {message}') and err.count('  File "') == 1
-    )
+    assert err.startswith(f't5x_lite: error: your code raised {message}') and remedy in err
+    assert err.count('  File "') == 1 + len(raised_in)
+    assert all(f', in {name}\n' in err for name in raised_in)
     assert f'File "{tmp_path}/users_code_of_this_test.py", line ' in err
 
 

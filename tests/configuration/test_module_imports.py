@@ -32,6 +32,21 @@ def test_a_module_is_imported_by_name(tmp_path, monkeypatch):
     module_imports.import_module('missing_for_import.py')
 
 
+def test_what_is_logged_exists_and_does_not_run_before(tmp_path, monkeypatch, caplog):
+  (tmp_path / 'package_for_import').mkdir()
+  (tmp_path / 'package_for_import' / '__init__.py').write_text('import sys; sys.has_run = True')
+  (tmp_path / 'package_for_import' / 'tasks.py').write_text('')
+  monkeypatch.syspath_prepend(tmp_path)
+  caplog.set_level('INFO')
+  for module in ('package_for_import.other.part', 'package_for_import.tasks', 'missing.part'):
+    module_imports.check_import(module, 'a.gin:1')
+  assert caplog.messages == [
+    'a.gin:1: importing package_for_import, which runs its code.',
+    'a.gin:1: importing package_for_import.tasks, which runs its code.',
+  ]
+  assert not hasattr(sys, 'has_run')
+
+
 @pytest.mark.parametrize('line', ['from t5x import metrics', 'import t5x.metrics'])
 def test_a_folder_t5x_is_not_t5x(tmp_path, monkeypatch, line):
   (tmp_path / 't5x').mkdir()

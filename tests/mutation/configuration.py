@@ -4,6 +4,34 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'a_module_that_is_missing_is_logged_as_imported',
+    't5x_lite/configuration/module_imports.py',
+    '  found = _existing_part(module)\n',
+    '  found = module\n',
+    'tests/configuration/test_module_imports.py::test_what_is_logged_exists_and_does_not_run_before',
+  ),
+  Mutant(
+    'the_frame_of_t5x_lite_that_raised_is_hidden',
+    't5x_lite/command_line/errors.py',
+    '      frames = [*frames, called]\n',
+    '',
+    'tests/command_line/test_errors.py::test_frames_of_a_user_in_the_data_thread_and_in_metrics',
+  ),
+  Mutant(
+    'an_error_that_t5x_lite_raises_is_a_defect',
+    't5x_lite/command_line/errors.py',
+    "    if called is not None and not (called.line or '').startswith('raise '):\n",
+    '    if called is not None:\n',
+    'tests/command_line/test_errors.py::test_frames_of_a_user_in_the_data_thread_and_in_metrics',
+  ),
+  Mutant(
+    'user_code_that_raises_below_a_call_of_t5x_lite_is_a_defect',
+    't5x_lite/command_line/errors.py',
+    '        frames.append(frame)\n        called = None\n',
+    '        frames.append(frame)\n',
+    'tests/command_line/test_errors.py::test_frames_of_a_user_in_the_data_thread_and_in_metrics',
+  ),
+  Mutant(
     'configurations_for_t5x_get_the_errors_of_others',
     't5x_lite/checks.py',
     '  return _logged_for_t5x.get() is not None',

@@ -4,6 +4,13 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'a_message_reads_the_file_of_a_vocabulary',
+    't5x_lite/data/vocabularies.py',
+    '  return _call_text(identity)\n\n\ndef same',
+    '  return str(vocabulary)\n\n\ndef same',
+    'tests/data/seqio/test_source.py::test_the_vocabulary_of_a_model_whose_file_is_missing_is_named',
+  ),
+  Mutant(
     'a_line_break_in_quotes_ends_a_row',
     't5x_lite/data/files/delimited.py',
     'return (np.searchsorted(quotes, places) + was_open) % 2 == 0',

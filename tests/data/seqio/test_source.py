@@ -592,6 +592,17 @@ def test_a_model_without_an_end_of_sequence_has_its_ids_in_the_message(tmp_path)
     data.verify_matching_vocabs(cfg, model)
 
 
+def test_the_vocabulary_of_a_model_whose_file_is_missing_is_named(tmp_path):
+  paths = train_model(tmp_path / 'x.model'), str(tmp_path / 'missing.model')
+  of_data, of_model = (seqio.SentencePieceVocabulary(path, 10) for path in paths)
+  feature = seqio.Feature(of_data, required=False)
+  task = _task('other_file', output_features={'inputs': feature, 'targets': feature})
+  cfg = _cfg(task, {'inputs': 8, 'targets': 8}, split='train', batch_size=1)
+  model = types.SimpleNamespace(input_vocabulary=of_model, output_vocabulary=of_model)
+  with pytest.raises(ConfigError, match=r"got SentencePieceVocabulary\('.*/missing.model', 10, "):
+    data.verify_matching_vocabs(cfg, model)
+
+
 def test_failing_preprocessors_are_named():
   def fail(ds):
     return ds.map(lambda ex: {**ex, 'inputs': tf.ensure_shape(ex['inputs'], [7])})
