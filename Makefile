@@ -119,8 +119,7 @@ BENCHMARKS := \
   shampoo \
   trackers
 
-.PHONY: help train test test-fast test-full test-interop test-t5x lint format types mutants soak bench gpu gpu-wheels \
-  docs dist locks clean
+.PHONY: help train test test-fast test-full test-interop test-t5x lint format types mutants soak bench gpu gpu-wheels docs dist locks clean
 
 help: ## list the targets
 	@echo 'usage: make TARGET [PYTHON=/path/to/python3.13] [RUN=runs/name] [RECIPE=recipes/file.gin] [ARGS="--gin.TRAIN_STEPS=1000"]'

@@ -143,7 +143,7 @@ def thresholds(rows: list[items.Row]) -> list[str]:
   for form in ('position biases', 'packed'):
     times: dict[int, dict[str, float]] = {}
     for row in rows:
-      if row['form'] == form and 'ms' in row:
+      if row.get('form') == form and 'ms' in row:
         times.setdefault(row['length'], {})[row['kernel']] = row['ms']
     fastest = {length: min(found, key=found.__getitem__) for length, found in times.items()}
     shown = ', '.join(f'{kernel} at {length}' for length, kernel in sorted(fastest.items()))

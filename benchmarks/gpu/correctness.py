@@ -49,19 +49,19 @@ def _dtype(variant: str) -> str:
 
 
 def _model(variant: str, sizes: str, decode_fn: Any = None, **fields):
-  """Return a model of two layers each, without an optimizer."""
+  """Return a model without an optimizer."""
   from t5x_lite import models
   from t5x_lite.data import vocabularies
   from t5x_lite.networks import t5
 
-  width = {'real': 256, 'tiny': 32}[sizes]
+  width, num_layers = {'real': (256, 2), 'tiny': (32, 1)}[sizes]
   config = t5.T5Config(
     vocab_size=256,
     dtype=_dtype(variant),
     emb_dim=width,
     num_heads=width // 16,
-    num_encoder_layers=2,
-    num_decoder_layers=2,
+    num_encoder_layers=num_layers,
+    num_decoder_layers=num_layers,
     head_dim=16,
     mlp_dim=2 * width,
     mlp_activations=('gelu', 'linear'),

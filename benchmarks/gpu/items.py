@@ -28,7 +28,7 @@ class Item:
   limit: float = 120.0
 
 
-def seconds_per_call(fn: Callable[[], Any], seconds: float = 0.3, turns: int = 5) -> float:
+def seconds_per_call(fn: Callable[[], Any], seconds: float = 0.2, turns: int = 3) -> float:
   """Return the median seconds of a call over turns of calls that are dispatched without waiting.
 
   Args:

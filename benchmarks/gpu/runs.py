@@ -89,7 +89,7 @@ def _measure_decoding(case: training.Case, rows: int, num_tokens: int) -> Iterat
     program = _trace_decoding(case, rows, num_tokens, search).lower().compile()
     compile_seconds = time.perf_counter() - start
     jax.block_until_ready(program(params, tokens))
-    seconds = items.seconds_per_call(functools.partial(program, params, tokens), 0.1, 3)
+    seconds = items.seconds_per_call(functools.partial(program, params, tokens))
     yield {
       'what': f'{search}, weights in bfloat16',
       'rows': rows,

@@ -77,8 +77,8 @@ _CASES: Mapping[str, Mapping[str, Case]] = {
   },
   'tiny': {
     'dense': TINY,
-    'all logits at once': _with(TINY, loss_chunk_size=0),
-    'remat full': _with(TINY, remat_policy='full'),
+    'all logits at once': _with(TINY, 4, loss_chunk_size=0),
+    'remat full': _with(TINY, 4, remat_policy='full'),
   },
 }
 

@@ -62,7 +62,10 @@ def run(part: str, sizes: str, events: Events, skip: Collection[str] = ()) -> No
     skip: names of items that another process of this part has begun.
   """
   found = make_items(part, sizes)
-  events.write('items', names=[item.name for item in found], limits=[item.limit for item in found])
+  # A busy machine stops processes for minutes.
+  patience = {'real': 1, 'tiny': 20}[sizes]
+  limits = [item.limit * patience for item in found]
+  events.write('items', names=[item.name for item in found], limits=limits)
   measures_rates = part != REHEARSAL
   if measures_rates:
     events.write('device', **device_facts())
