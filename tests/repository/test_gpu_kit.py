@@ -1,4 +1,4 @@
-"""The kit for a GPU: its runner keeps results whatever its processes do, and its programs are right before there is a GPU.
+"""The kit for a GPU: its runner keeps results whatever its processes do, and its programs lower for CUDA without a GPU.
 
 `make gpu SIZES=tiny` rehearses everything; here are the cheapest items and one program of each part.
 """
