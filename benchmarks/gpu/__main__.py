@@ -6,6 +6,7 @@ import os
 import pathlib
 import shlex
 import shutil
+import signal
 import sys
 import time
 
@@ -70,9 +71,9 @@ def main() -> int:
     command += ['--events', str(events), '--skip', *skip]
     return command, _environment(part, args.sizes, folder)
 
-  parts = list(args.parts)
+  beside = []
   if args.sizes == 'tiny':
-    parts.append(worker.REHEARSAL)
+    beside = [worker.REHEARSAL]
   facts = {
     'command': shlex.join(['python', '-m', 'benchmarks.gpu', *sys.argv[1:]]),
     'date': datetime.date.today().isoformat(),
@@ -80,7 +81,9 @@ def main() -> int:
   }
   kit = runner.Runner(folder, start, args.seconds or _SECONDS[args.sizes], facts)
   begin = time.monotonic()
-  kit.run(parts)
+  # The end of the process must not leave those that it started.
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+  kit.run(args.parts, beside)
   found = runner.problems(kit.results)
   for problem in found:
     print(problem, file=sys.stderr)

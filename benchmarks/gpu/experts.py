@@ -104,7 +104,7 @@ def _measure_layer(shape: Shape, num_experts: int) -> Iterator[items.Row]:
 
   dense_seconds = None
   for form in _forms():
-    row = {'experts': num_experts, 'form': form}
+    row = {'form': form, 'experts': num_experts}
     try:
       program = _trace(shape, form, num_experts).lower().compile()
       arguments = items.random_like(_shapes(shape, form, num_experts))
@@ -138,7 +138,7 @@ def _measure_models(sizes: str) -> Iterator[items.Row]:
   for num_experts in (0, *_NUM_EXPERTS[sizes]):
     case = dataclasses.replace(model, num_experts=num_experts)
     found = training.measure_batch(case, _BATCHES[sizes], _NUM_STEPS[sizes])
-    row = {'experts': num_experts or 'dense twin', 'form': 'training step', **found}
+    row = {'model': f'{num_experts} experts' if num_experts else 'dense twin', **found}
     rate = row.get('sequences/s')
     if not num_experts:
       dense_rate = rate

@@ -57,10 +57,11 @@ def to_markdown(results: Mapping[str, Any]) -> str:
     if result['matmul']:
       lines += [_rates(result['matmul']), '']
     rows = [
-      {'item': item, **row} for item, found in result['items'].items() for row in found['rows']
+      {**row, 'item': item} for item, found in result['items'].items() for row in found['rows']
     ]
-    if rows:
-      lines += [table(rows), '']
+    # Rows of different kinds have different first columns.
+    for first in dict.fromkeys(next(iter(row)) for row in rows):
+      lines += [table(row for row in rows if next(iter(row)) == first), '']
     if part == 'attention':
       lines += [*attention.thresholds(rows), '']
     if 'reason' in result:

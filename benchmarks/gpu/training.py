@@ -7,6 +7,7 @@ memory halves the batch. The step is that of `Trainer`.
 from collections.abc import Iterator, Mapping
 import dataclasses
 import functools
+import math
 import time
 from typing import Any
 
@@ -22,7 +23,7 @@ class Case:
     num_heads: heads of 64 each.
     num_layers: layers of the encoder, and of the decoder.
     mlp_dim: hidden units.
-    batch: first batch that is tried.
+    batch: first batch that is tried on a device of 80 GB.
     goal: sequences per second that one H100 should reach; None for none.
     num_experts: experts of every second layer, with one choice per token; 0 for a dense model.
     lengths: tokens of inputs and targets.
@@ -42,10 +43,10 @@ class Case:
   options: tuple[tuple[str, Any], ...] = ()
 
 
-_SMALL = Case(512, 6, 8, 1024, 256)
-BASE = Case(768, 12, 12, 2048, 128, goal=900)
+_SMALL = Case(512, 6, 8, 1024, 512)
+BASE = Case(768, 12, 12, 2048, 256, goal=900)
 _LARGE = Case(1024, 16, 24, 2816, 64, goal=260)
-_XL = Case(2048, 32, 24, 5120, 16, goal=80)
+_XL = Case(2048, 32, 24, 5120, 32, goal=80)
 TINY = Case(64, 2, 2, 128, 2, lengths=(16, 8), vocab_size=256)
 # A search ends at this batch, so that the rehearsal on a CPU does.
 _LARGEST_BATCH = {'real': 4096, 'tiny': 4}
@@ -53,6 +54,8 @@ _LARGEST_BATCH = {'real': 4096, 'tiny': 4}
 _NUM_STEPS = {'real': 8, 'tiny': 2}
 # Share of the device's memory that programs may need: the rest is fragments and the programs themselves.
 _MEMORY_SHARE = 0.97
+# Bytes from which a device takes twice the first batch.
+_LARGE_DEVICE = 110e9
 
 
 def _with(case: Case, batch: int | None = None, **options) -> Case:
@@ -61,7 +64,7 @@ def _with(case: Case, batch: int | None = None, **options) -> Case:
   )
 
 
-# Whole goals first; what follows may be cut off by the limit of the part.
+# Models with goals first: what follows may be cut off by the limit of the part.
 _CASES: Mapping[str, Mapping[str, Case]] = {
   'real': {
     'base': BASE,
@@ -70,10 +73,10 @@ _CASES: Mapping[str, Mapping[str, Case]] = {
     'small': _SMALL,
     'base, all logits at once': _with(BASE, loss_chunk_size=0),
     'large, remat minimal': _with(_LARGE, 128, remat_policy='minimal'),
-    'large, remat full': _with(_LARGE, 256, remat_policy='full'),
-    'xl, remat full': _with(_XL, 64, remat_policy='full'),
-    'base, remat minimal': _with(BASE, 256, remat_policy='minimal'),
-    'base, remat save_attention': _with(BASE, 256, remat_policy='save_attention'),
+    'large, remat full': _with(_LARGE, 512, remat_policy='full'),
+    'xl, remat full': _with(_XL, 256, remat_policy='full'),
+    'base, remat minimal': _with(BASE, 512, remat_policy='minimal'),
+    'base, remat save_attention': _with(BASE, 1024, remat_policy='save_attention'),
   },
   'tiny': {
     'dense': TINY,
@@ -274,26 +277,45 @@ def measure_batch(case: Case, batch_size: int, num_steps: int) -> items.Row:
   return row
 
 
+def next_batch(row: items.Row, limit: float | None) -> int | None:
+  """Return the batch size to try after a row, in powers of two; None if the row has the largest one that fits.
+
+  Args:
+    row: figures of a batch size, see `measure_batch`.
+    limit: bytes that programs may use; None if unknown.
+  """
+  batch = row['batch']
+  ratio = None
+  if limit is not None and 'memory, GB' in row:
+    ratio = _MEMORY_SHARE * limit / (1e9 * row['memory, GB'])
+  if not row['fits']:
+    factor = 0.5
+    if ratio is not None and ratio < 1:
+      # As if all of the memory grew with the batch, which leaves room.
+      factor = 2.0 ** math.floor(math.log2(ratio))
+    return int(batch * factor)
+  if ratio is None:
+    return 2 * batch
+  if ratio >= 2:
+    return batch * 2 ** math.floor(math.log2(ratio))
+  # Parameters and their gradients do not grow.
+  if ratio >= 1.6:
+    return 2 * batch
+  return None
+
+
 def _measure(case: Case, num_steps: int, largest: int) -> Iterator[items.Row]:
-  """Yield a row for each batch size that is tried: doubled while it fits, else halved until it does."""
-  batch = case.batch
-  has_fitted = False
-  while 1 <= batch <= largest:
+  """Yield a row for each batch size that is tried until the largest one that fits is known."""
+  limit = items.device_bytes()
+  batch: int | None = case.batch
+  if limit is not None and limit > _LARGE_DEVICE:
+    batch = 2 * case.batch
+  tried = set()
+  while batch is not None and 1 <= batch <= largest and batch not in tried:
+    tried.add(batch)
     row = measure_batch(case, batch, num_steps)
     yield row
-    limit = items.device_bytes()
-    if not row['fits']:
-      if has_fitted:
-        return
-      batch //= 2
-      continue
-    has_fitted = True
-    if batch < case.batch:
-      return
-    # Most of the memory grows with the batch: what is near the limit is not compiled again.
-    if limit is not None and row['memory, GB'] * 1e9 * 1.6 > _MEMORY_SHARE * limit:
-      return
-    batch *= 2
+    batch = next_batch(row, limit)
 
 
 def program_of(case: Case, batch_size: int):

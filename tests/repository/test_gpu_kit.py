@@ -87,7 +87,7 @@ def test_the_other_items_go_on_after_errors_crashes_and_limits(tmp_path):
   assert len(runner.problems(results)) == 4
   page = (tmp_path / 'results.md').read_text()
   assert (
-    '# a chip' in page and '| killed | 1.5 | yes |' in page and '| last | 1.5 | **no** |' in page
+    '# a chip' in page and '| 1.5 | yes | killed |' in page and '| 1.5 | **no** | last |' in page
   )
   assert '- slow: failed, it took longer than its limit.' in page
 
@@ -196,6 +196,24 @@ def test_results_are_compared_with_those_of_the_cpu(monkeypatch):
   assert row['passes'] is False and row['error'] == pytest.approx(0.01, rel=0.02)
 
 
+@pytest.mark.parametrize(
+  'fits, memory, limit, expected',
+  [
+    (True, 30.0, 80e9, 512),  # 2.6 times as much fits
+    (True, 47.0, 80e9, 512),  # 1.65 times: parameters do not grow
+    (True, 60.0, 80e9, None),
+    (False, 100.0, 80e9, 128),
+    (False, 200.0, 80e9, 64),
+    (False, 60.0, 80e9, 128),  # out of memory in spite of the program's size
+    (True, 1.0, None, 512),
+    (False, 1.0, None, 128),
+  ],
+)
+def test_batches_are_searched_by_memory(fits, memory, limit, expected):
+  row = {'batch': 256, 'fits': fits, 'memory, GB': memory}
+  assert training.next_batch(row, limit) == expected
+
+
 # ---- Programs --------------------------------------------------------------------------------------------------------
 
 
@@ -209,9 +227,9 @@ def _item(part, name):
   [
     (correctness, 'network, packed rows', 'bfloat16', r'__cudnn\$fmhaSoftmax'),
     (attention, '8192, packed', 'cudnn', r'__cudnn\$fmhaSoftmaxBackward'),
-    (training, 'xl', 'step, batch 16', r'__cudnn\$fmhaScaleBiasSoftmaxBackward'),
+    (training, 'xl', 'step, batch 32', r'__cudnn\$fmhaScaleBiasSoftmaxBackward'),
     (experts, 'layer with 8 experts', 'mosaic_gpu', '@mosaic_gpu'),
-    (runs, 'decoding, 8 rows', 'greedy_search', 'stablehlo.while'),
+    (runs, 'decoding, 8 rows', 'beam search', 'stablehlo.while'),
   ],
 )
 def test_programs_lower_for_cuda(part, item, program, calls):
