@@ -25,11 +25,10 @@ _DECODING = {
   'tiny': ((training.TINY, 2, 4),),
 }
 _NUM_BEAMS = 4
-# Model file, lengths, batch, steps between saves and steps of the command. After the first save the run lasts for
-# seconds, in which it is killed.
+# Model file, lengths, batch, steps between saves and steps of the command.
 _COMMANDS = {
   'real': ('models/t5_1_1_small.gin', {'inputs': 512, 'targets': 128}, 64, 100, 300),
-  'tiny': ('models/t5_1_1_tiny.gin', {'inputs': 32, 'targets': 16}, 8, 20, 100),
+  'tiny': ('models/t5_1_1_tiny.gin', {'inputs': 16, 'targets': 8}, 2, 5, 30),
 }
 # Of the memory of the device, for each of two processes.
 MEMORY_SHARE = '0.4'
@@ -106,8 +105,8 @@ def _decoding_programs(case: training.Case, rows: int, num_tokens: int):
 # ---- The command ----------------------------------------------------------------------------------------------------
 
 
-def command(sizes: str, model_dir: pathlib.Path) -> list[str]:
-  """Return the command line of the run."""
+def command(sizes: str, model_dir: pathlib.Path, is_endless: bool = False) -> list[str]:
+  """Return the command line of the run; one that is killed must not end before."""
   model, lengths, batch, period, num_steps = _COMMANDS[sizes]
   settings = {
     'MODEL_DIR': repr(str(model_dir)),
@@ -115,7 +114,7 @@ def command(sizes: str, model_dir: pathlib.Path) -> list[str]:
     'BATCH_SIZE': batch,
     'PACK': False,
     'DROPOUT_RATE': 0.1,
-    'TRAIN_STEPS': num_steps,
+    'TRAIN_STEPS': 10**6 if is_endless else num_steps,
     'SAVING_PERIOD': period,
     'EVAL_PERIOD': num_steps,
     'train_script.train.train_eval_dataset_cfg': None,
@@ -132,7 +131,9 @@ def command(sizes: str, model_dir: pathlib.Path) -> list[str]:
 class _Run:
   """A process of the command, whose output goes to a file in `folder`."""
 
-  def __init__(self, sizes: str, model_dir: pathlib.Path, folder: pathlib.Path):
+  def __init__(
+    self, sizes: str, model_dir: pathlib.Path, folder: pathlib.Path, is_endless: bool = False
+  ):
     self._model_dir = model_dir
     self._log = folder / f'{model_dir.name}.log'
     self.began = time.time()
@@ -143,7 +144,10 @@ class _Run:
     }
     with self._log.open('ab') as output:
       self._process = subprocess.Popen(
-        command(sizes, model_dir), env=environment, stdout=output, stderr=subprocess.STDOUT
+        command(sizes, model_dir, is_endless),
+        env=environment,
+        stdout=output,
+        stderr=subprocess.STDOUT,
       )
 
   def __enter__(self) -> '_Run':
@@ -224,10 +228,10 @@ def _measure_command(sizes: str) -> Iterator[items.Row]:
     with _Run(sizes, undisturbed, folder) as run:
       run.finish()
       yield {'what': 'train, first start', **run.figures()}
-    with _Run(sizes, killed, folder) as run:
+    with _Run(sizes, killed, folder, is_endless=True) as run:
       run.kill_after(period)
       if (killed / last).is_dir():
-        raise RuntimeError('the run ended before it was killed: it needs more steps')
+        raise RuntimeError('the run took too many steps before it was killed')
       yield {'what': 'train, programs in the cache, then kill -9', **run.figures()}
     with _Run(sizes, killed, folder) as run:
       run.finish()
