@@ -49,8 +49,9 @@ lock_more stores test-stores --override requirements/overrides.txt
 lock_more docs docs -c requirements/lock-stores.txt
 lock_more interop test-interop -c requirements/lock-stores.txt
 
-# The wheels of `make gpu`: what t5x_lite needs and JAX does not bring, each with its hash.
-$COMPILE --python-version 3.12 -c requirements/lock-3.12.txt --override requirements/overrides.txt setup.py |
+# The wheels of `make gpu`: pytest, and what t5x_lite needs and JAX does not bring, each with its hash.
+echo pytest |
+  $COMPILE --python-version 3.12 -c requirements/lock-3.12.txt --override requirements/overrides.txt setup.py - |
   grep -v -E '^(jax|jaxlib|ml-dtypes|numpy|opt-einsum|scipy)==' >"$resolved"
 $DOWNLOAD -d "$wheels" -r "$resolved"
 (cd "$wheels" && sha256sum *.whl) |

@@ -15,15 +15,15 @@ from benchmarks.gpu import worker
 
 # Seconds of all parts: on a GPU, nine minutes less the installation; in the rehearsal, on a busy machine.
 _SECONDS = {'real': 525, 'tiny': 480}
-# Share of the device's memory that a process takes; that of 'runs' has other processes beside it.
-_MEMORY_SHARES = {'training': '0.95', 'experts': '0.95', 'runs': '0.4'}
+# Share of the device's memory that a process takes; other parts start processes that need memory too.
+_MEMORY_SHARES = {'attention': '0.9', 'training': '0.95', 'experts': '0.95'}
 
 
 def _environment(part: str, sizes: str, folder: pathlib.Path) -> dict[str, str]:
   """Return the environment of the process of a part."""
   found = {
     **os.environ,
-    'XLA_PYTHON_CLIENT_MEM_FRACTION': _MEMORY_SHARES.get(part, '0.75'),
+    'XLA_PYTHON_CLIENT_MEM_FRACTION': _MEMORY_SHARES.get(part, '0.4'),
     # Equal programs of a part are compiled once.
     'JAX_COMPILATION_CACHE_DIR': str(folder / 'programs'),
     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '1',
@@ -71,9 +71,9 @@ def main() -> int:
     command += ['--events', str(events), '--skip', *skip]
     return command, _environment(part, args.sizes, folder)
 
-  beside = []
+  in_background = []
   if args.sizes == 'tiny':
-    beside = [worker.REHEARSAL]
+    in_background = [worker.REHEARSAL]
   facts = {
     'command': shlex.join(['python', '-m', 'benchmarks.gpu', *sys.argv[1:]]),
     'date': datetime.date.today().isoformat(),
@@ -83,7 +83,7 @@ def main() -> int:
   begin = time.monotonic()
   # The end of the process must not leave those that it started.
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-  kit.run(args.parts, beside)
+  kit.run(args.parts, in_background)
   found = runner.problems(kit.results)
   for problem in found:
     print(problem, file=sys.stderr)

@@ -17,9 +17,10 @@ from benchmarks.gpu import report
 SHARES: Mapping[str, float] = {
   'correctness': 11,
   'attention': 11,
-  'training': 40,
-  'experts': 20,
-  'runs': 18,
+  'training': 36,
+  'experts': 18,
+  'runs': 14,
+  'recorded': 10,
 }
 _PERIOD = 0.1
 
@@ -142,16 +143,16 @@ class Runner:
         temporary.write_text(text, encoding='utf-8')
         temporary.replace(self._folder / name)
 
-  def run(self, parts: list[str], beside: list[str] | None = None) -> None:
+  def run(self, parts: list[str], in_background: list[str] | None = None) -> None:
     """Run the parts in their order; each gets its share of the time that is left.
 
     Args:
       parts: names of parts.
-      beside: names of parts that run at the same time as these, which measure nothing.
+      in_background: names of parts that run at the same time as these and measure nothing.
     """
     threads = [
       threading.Thread(target=self._run_part, args=(part, self._seconds_left()))
-      for part in beside or ()
+      for part in in_background or ()
     ]
     for thread in threads:
       thread.start()

@@ -30,8 +30,6 @@ _COMMANDS = {
   'real': ('models/t5_1_1_small.gin', {'inputs': 512, 'targets': 128}, 64, 100, 300),
   'tiny': ('models/t5_1_1_tiny.gin', {'inputs': 16, 'targets': 8}, 2, 5, 30),
 }
-# Of the memory of the device, for each of two processes.
-MEMORY_SHARE = '0.4'
 
 
 # ---- Decoding -------------------------------------------------------------------------------------------------------
@@ -140,7 +138,6 @@ class _Run:
     environment = {
       **os.environ,
       'JAX_COMPILATION_CACHE_DIR': str(folder / 'programs'),
-      'XLA_PYTHON_CLIENT_MEM_FRACTION': MEMORY_SHARE,
     }
     with self._log.open('ab') as output:
       self._process = subprocess.Popen(

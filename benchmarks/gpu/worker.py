@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks import common
 from benchmarks.gpu import items
 
-PARTS = ('correctness', 'attention', 'training', 'experts', 'runs')
+PARTS = ('correctness', 'attention', 'training', 'experts', 'runs', 'recorded')
 # Lowering of the programs of all parts: only in the rehearsal.
 REHEARSAL = 'lowering'
 # Size of the matrices of the bare product.
