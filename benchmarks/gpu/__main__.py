@@ -8,6 +8,7 @@ import shlex
 import shutil
 import signal
 import sys
+import threading
 import time
 
 from benchmarks.gpu import runner
@@ -32,6 +33,13 @@ def _environment(part: str, sizes: str, folder: pathlib.Path) -> dict[str, str]:
     found['JAX_PLATFORMS'] = 'cpu'
     found['JAX_DISABLE_MOST_OPTIMIZATIONS'] = '1'
   return found
+
+
+def _end_with_parent(parent: int) -> None:
+  """End this process and those that it started once the kit that started it was killed."""
+  while os.getppid() == parent:
+    time.sleep(1)
+  os.killpg(0, signal.SIGKILL)
 
 
 def main() -> int:
@@ -60,6 +68,7 @@ def main() -> int:
     correctness.write_reference(args.reference, args.sizes)
     return 0
   if args.work is not None:
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     worker.run(args.work, args.sizes, worker.Events(args.events), args.skip)
     return 0
   folder = args.output.absolute()

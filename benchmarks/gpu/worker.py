@@ -8,6 +8,7 @@ from collections.abc import Collection
 import importlib
 import json
 import pathlib
+import subprocess
 import traceback
 from typing import Any
 
@@ -46,10 +47,27 @@ def device_facts() -> dict[str, Any]:
   return {
     'device': device.device_kind,
     'platform': jax.default_backend(),
+    'runtime': device.client.platform_version.replace('\n', ' '),
+    'driver, power limit, clocks': _nvidia_smi(),
     'capability': getattr(device, 'compute_capability', None),
     'memory, GB': (items.device_bytes() or 0) / 1e9 or None,
     'machine': common.machine(),
   }
+
+
+def _nvidia_smi() -> str | None:
+  """Return what the driver says of its first GPU; None without a driver."""
+  query = '--query-gpu=driver_version,power.limit,clocks.sm,clocks.max.sm,clocks.max.mem'
+  try:
+    found = subprocess.run(
+      ['nvidia-smi', query, '--format=csv,noheader', '--id=0'],
+      capture_output=True,
+      text=True,
+      timeout=20,
+    )
+  except (OSError, subprocess.TimeoutExpired):
+    return None
+  return found.stdout.strip() or None
 
 
 def run(part: str, sizes: str, events: Events, skip: Collection[str] = ()) -> None:
