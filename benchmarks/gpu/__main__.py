@@ -16,6 +16,8 @@ from benchmarks.gpu import worker
 
 # Seconds of all parts: on a GPU, nine minutes less the installation; in the rehearsal, on a busy machine.
 _SECONDS = {'real': 525, 'tiny': 480}
+# Shares of the parts, in the order of `worker.PARTS`.
+_SHARES = {'real': (11, 11, 36, 18, 14, 10), 'tiny': (30, 12, 20, 15, 20, 8)}
 # Share of the device's memory that a process takes; other parts start processes that need memory too.
 _MEMORY_SHARES = {'attention': '0.9', 'training': '0.95', 'experts': '0.95'}
 
@@ -88,7 +90,8 @@ def main() -> int:
     'date': datetime.date.today().isoformat(),
     'sizes': args.sizes,
   }
-  kit = runner.Runner(folder, start, args.seconds or _SECONDS[args.sizes], facts)
+  shares = dict(zip(worker.PARTS, _SHARES[args.sizes], strict=True))
+  kit = runner.Runner(folder, start, args.seconds or _SECONDS[args.sizes], shares, facts)
   begin = time.monotonic()
   # The end of the process must not leave those that it started.
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -13,15 +13,6 @@ from typing import Any
 
 from benchmarks.gpu import report
 
-# Share of the time of each part; what a part does not use goes to the following ones.
-SHARES: Mapping[str, float] = {
-  'correctness': 11,
-  'attention': 11,
-  'training': 36,
-  'experts': 18,
-  'runs': 14,
-  'recorded': 10,
-}
 _PERIOD = 0.1
 
 # (part, path of its events, names of items to skip) -> (command line, environment).
@@ -113,7 +104,12 @@ class Runner:
   """
 
   def __init__(
-    self, folder: pathlib.Path, start_fn: StartFn, seconds: float, facts: Mapping[str, Any]
+    self,
+    folder: pathlib.Path,
+    start_fn: StartFn,
+    seconds: float,
+    shares: Mapping[str, float],
+    facts: Mapping[str, Any],
   ):
     """Make the folder.
 
@@ -121,11 +117,13 @@ class Runner:
       folder: folder of results, logs and events.
       start_fn: function that returns command line and environment of the process of a part.
       seconds: limit of all parts together.
+      shares: share of this time by part. Parts that follow get the time that a part does not use.
       facts: facts of the run for the results.
     """
     folder.mkdir(parents=True, exist_ok=True)
     self._folder = folder
     self._start_fn = start_fn
+    self._shares = shares
     self._end_time = time.monotonic() + seconds
     self._lock = threading.RLock()
     self._is_stopped = threading.Event()
@@ -158,7 +156,7 @@ class Runner:
       thread.start()
     try:
       for index, part in enumerate(parts):
-        share = SHARES[part] / sum(SHARES[other] for other in parts[index:])
+        share = self._shares[part] / sum(self._shares[other] for other in parts[index:])
         self._run_part(part, self._seconds_left() * share)
       for thread in threads:
         thread.join()
