@@ -322,9 +322,10 @@ def error_of(got: list[Any], expected: list[Any]) -> float:
   # Each array counts by itself, since large ones would hide the others; small ones are compared with a tenth of the
   # largest.
   least = max(norms) / 10
-  return max(
+  errors = [
     difference / max(norm, least) for difference, norm in zip(differences, norms, strict=True)
-  )
+  ]
+  return float(np.max(errors))  # NaN if any is
 
 
 def write_reference(folder: pathlib.Path, sizes: str) -> None:

@@ -334,7 +334,7 @@ def make_items(sizes: str) -> list[items.Item]:
       name=name,
       measure=functools.partial(_measure, case, _NUM_STEPS[sizes], _LARGEST_BATCH[sizes]),
       programs=functools.partial(_programs, case),
-      limit=75.0,
+      limit=100.0,
     )
     for name, case in _CASES[sizes].items()
   ]

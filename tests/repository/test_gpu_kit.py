@@ -9,6 +9,7 @@ import re
 import sys
 import textwrap
 
+import numpy as np
 import pytest
 
 from benchmarks.gpu import attention
@@ -195,6 +196,9 @@ def test_results_are_compared_with_those_of_the_cpu(monkeypatch):
   assert row['passes'] is True and row['error'] == 0.0
   (row,) = correctness._measure(case, 0, Reference(1.01))
   assert row['passes'] is False and row['error'] == pytest.approx(0.01, rel=0.02)
+  # NaN in the last array of several, too.
+  got = [*expected, expected[0] * np.nan]
+  assert np.isnan(correctness.error_of(got, [*expected, expected[0]]))
 
 
 @pytest.mark.parametrize(
