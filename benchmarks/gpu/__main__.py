@@ -27,7 +27,7 @@ def _environment(part: str, sizes: str, folder: pathlib.Path) -> dict[str, str]:
   found = {
     **os.environ,
     'XLA_PYTHON_CLIENT_MEM_FRACTION': _MEMORY_SHARES.get(part, '0.4'),
-    # Without a GPU an error, instead of real sizes on the CPU.
+    # Learning-rate schedules and others use the CPU too.
     'JAX_PLATFORMS': 'cuda,cpu',
     # Equal programs of a part are compiled once.
     'JAX_COMPILATION_CACHE_DIR': str(folder / 'programs'),

@@ -187,9 +187,9 @@ class Runner:
         with self._lock:
           part.fail(reason)
       if not is_complete and len(part.begun()) == num_begun:
-        # A process that begins nothing would be started for ever.
+        # A process that begins nothing would be started forever.
         with self._lock:
-          part.result['reason'] = f'{reason}: {_last_line(log)}'
+          part.result['reason'] = ': '.join(filter(None, (reason, _last_line(log))))
         break
     with self._lock:
       part.result['seconds'] = round(time.monotonic() - start, 1)

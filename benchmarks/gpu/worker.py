@@ -9,6 +9,7 @@ import importlib
 import json
 import pathlib
 import subprocess
+import sys
 import traceback
 from typing import Any
 
@@ -78,7 +79,12 @@ def run(part: str, sizes: str, events: Events, skip: Collection[str] = ()) -> No
     sizes: 'real' or 'tiny'.
     events: file of events.
     skip: names of items that another process of this part has begun.
+
+  Raises:
+    SystemExit: real sizes without an NVIDIA GPU.
   """
+  if sizes == 'real':
+    _check_gpu()
   found = make_items(part, sizes)
   # A busy machine stops processes for minutes.
   patience = {'real': 1, 'tiny': 20}[sizes]
@@ -103,6 +109,16 @@ def run(part: str, sizes: str, events: Events, skip: Collection[str] = ()) -> No
       events.write('end', item=item.name)
   if measures_rates:
     _write_rates(events, sizes)
+
+
+def _check_gpu() -> None:
+  import jax
+
+  if jax.default_backend() != 'gpu':
+    sys.exit(
+      f"Real sizes need an NVIDIA GPU, JAX has {jax.default_backend()!r}. Install JAX's CUDA packages, or rehearse "
+      'with make gpu SIZES=tiny'
+    )
 
 
 def _write_rates(events: Events, sizes: str) -> None:
