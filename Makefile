@@ -186,7 +186,7 @@ DOWNLOAD := pip download -q --disable-pip-version-check --no-deps --only-binary=
   --implementation cp $(MANYLINUX) --platform manylinux2014_x86_64 --platform manylinux1_x86_64
 
 locks: ## resolve requirements/lock-*.txt and gpu-wheels.txt again; needs uv
-	COMPILE='$(COMPILE)' DOWNLOAD='$(firstword $(PYTHONS)) -m $(DOWNLOAD)' sh requirements/make_locks.sh
+	COMPILE='$(COMPILE)' DOWNLOAD="$$($(FIND_PYTHON)) -m $(DOWNLOAD)" sh requirements/make_locks.sh
 
 dist: $(STAMP) ## build the source distribution and the wheel in dist/
 	rm -rf dist build/lib build/bdist.* *.egg-info

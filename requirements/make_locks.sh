@@ -54,6 +54,6 @@ echo pytest |
   $COMPILE --python-version 3.12 -c requirements/lock-3.12.txt --override requirements/overrides.txt setup.py - |
   grep -v -E '^(jax|jaxlib|ml-dtypes|numpy|opt-einsum|scipy)==' >"$resolved"
 $DOWNLOAD -d "$wheels" -r "$resolved"
-(cd "$wheels" && sha256sum *.whl) |
+(cd "$wheels" && sha256sum -- *.whl) |
   sed -E 's/^([0-9a-f]+)  ([^-]+)-([^-]+)-.*/\2==\3 --hash=sha256:\1/; :name s/^([^=_]*)_/\1-/; t name' |
   write requirements/gpu-wheels.txt
