@@ -15,6 +15,7 @@ import pytest
 from benchmarks.gpu import attention
 from benchmarks.gpu import correctness
 from benchmarks.gpu import experts
+from benchmarks.gpu import items
 from benchmarks.gpu import lowering
 from benchmarks.gpu import report
 from benchmarks.gpu import runner
@@ -217,6 +218,39 @@ def test_results_are_compared_with_those_of_the_cpu(monkeypatch):
 def test_batches_are_searched_by_memory(fits, memory, limit, expected):
   row = {'batch': 256, 'fits': fits, 'memory, GB': memory}
   assert training.next_batch(row, limit) == expected
+
+
+class _Program:
+  """A step of 10 kB that has too little memory, or another error, when it gets its state."""
+
+  batch_size = 4
+  error: Exception = RuntimeError('RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes')
+
+  def __init__(self, case, batch_size):
+    del case, batch_size
+
+  def trace(self):
+    return self
+
+  lower = compile = memory_analysis = trace
+  argument_size_in_bytes = output_size_in_bytes = alias_size_in_bytes = 5000
+  temp_size_in_bytes = 5000
+
+  def state(self):
+    raise self.error
+
+
+def test_programs_without_enough_memory_do_not_fit(monkeypatch):
+  monkeypatch.setattr(training, 'Step', _Program)
+  row = training.measure_batch(training.TINY, 4, 1)
+  assert row['fits'] is False and row['memory, GB'] == 1e-5
+  # Not run: it would need more than the device has.
+  monkeypatch.setattr(_Program, 'error', ValueError('wrong'))
+  monkeypatch.setattr(items, 'device_bytes', lambda: 10_000)
+  assert training.measure_batch(training.TINY, 4, 1)['fits'] is False
+  monkeypatch.setattr(items, 'device_bytes', lambda: 20_000)
+  with pytest.raises(ValueError, match='wrong'):
+    training.measure_batch(training.TINY, 4, 1)
 
 
 # ---- Programs --------------------------------------------------------------------------------------------------------
