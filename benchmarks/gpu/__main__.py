@@ -14,6 +14,8 @@ import time
 from benchmarks.gpu import runner
 from benchmarks.gpu import worker
 
+# Folder of results, logs and compiled programs.
+_FOLDER = pathlib.Path('build/gpu')
 # Seconds of all parts: on a GPU, nine minutes less the installation; in the rehearsal, on a busy machine.
 _SECONDS = {'real': 525, 'tiny': 480}
 # Shares of the parts, in the order of `worker.PARTS`.
@@ -58,7 +60,9 @@ def main() -> int:
     help="'tiny' rehearses all parts on the CPU and lowers the real programs for CUDA",
   )
   parser.add_argument('--parts', nargs='+', choices=worker.PARTS, default=list(worker.PARTS))
-  parser.add_argument('--output', type=pathlib.Path, default=pathlib.Path('build/gpu'))
+  parser.add_argument(
+    '--output', type=pathlib.Path, metavar='FOLDER', help='folder of the results', default=_FOLDER
+  )
   parser.add_argument('--seconds', type=float, help='limit of all parts together')
   # For the processes that the kit starts.
   parser.add_argument('--work', choices=(*worker.PARTS, worker.REHEARSAL), help=argparse.SUPPRESS)
@@ -76,13 +80,14 @@ def main() -> int:
     worker.run(args.work, args.sizes, worker.Events(args.events), args.skip)
     return 0
   folder = args.output.absolute()
+  work_folder = _FOLDER.absolute() / 'work'
   # Times of compilation are those of a first run.
-  shutil.rmtree(folder / 'programs', ignore_errors=True)
+  shutil.rmtree(work_folder / 'programs', ignore_errors=True)
 
   def start(part, events, skip):
     command = [sys.executable, '-m', 'benchmarks.gpu', '--work', part, '--sizes', args.sizes]
     command += ['--events', str(events), '--skip', *skip]
-    return command, _environment(part, args.sizes, folder)
+    return command, _environment(part, args.sizes, work_folder)
 
   in_background = []
   if args.sizes == 'tiny':
@@ -93,7 +98,8 @@ def main() -> int:
     'sizes': args.sizes,
   }
   shares = dict(zip(worker.PARTS, _SHARES[args.sizes], strict=True))
-  kit = runner.Runner(folder, start, args.seconds or _SECONDS[args.sizes], shares, facts)
+  seconds = args.seconds or _SECONDS[args.sizes]
+  kit = runner.Runner(folder, work_folder, start, seconds, shares, facts)
   begin = time.monotonic()
   # The end of the process must not leave those that it started.
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -106,22 +106,26 @@ class Runner:
   def __init__(
     self,
     folder: pathlib.Path,
+    work_folder: pathlib.Path,
     start_fn: StartFn,
     seconds: float,
     shares: Mapping[str, float],
     facts: Mapping[str, Any],
   ):
-    """Make the folder.
+    """Make the folders.
 
     Args:
-      folder: folder of results, logs and events.
+      folder: folder of the results.
+      work_folder: folder of logs and events.
       start_fn: function that returns command line and environment of the process of a part.
       seconds: limit of all parts together.
       shares: share of this time by part. Parts that follow get the time that a part does not use.
       facts: facts of the run for the results.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    for each in (folder, work_folder):
+      each.mkdir(parents=True, exist_ok=True)
     self._folder = folder
+    self._work_folder = work_folder
     self._start_fn = start_fn
     self._shares = shares
     self._end_time = time.monotonic() + seconds
@@ -170,13 +174,13 @@ class Runner:
   def _run_part(self, name: str, seconds: float) -> None:
     """Run a part; a process that ends early is followed by another one, for the items that are left."""
     start = time.monotonic()
-    events = self._folder / f'{name}.events.jsonl'
+    events = self._work_folder / f'{name}.events.jsonl'
     events.unlink(missing_ok=True)
     part = _Part(events)
     part.result['limit'] = round(seconds, 1)
     with self._lock:
       self.results['parts'][name] = part.result
-    log = self._folder / f'{name}.log'
+    log = self._work_folder / f'{name}.log'
     log.unlink(missing_ok=True)
     is_complete = False
     while not is_complete and time.monotonic() - start < seconds and not self._is_stopped.is_set():

@@ -68,7 +68,7 @@ def _results(folder):
 
 
 def test_the_other_items_go_on_after_errors_crashes_and_limits(tmp_path):
-  kit = runner.Runner(tmp_path, _start(_PROCESS), 120.0, _SHARES, _FACTS)
+  kit = runner.Runner(tmp_path, tmp_path / 'work', _start(_PROCESS), 120.0, _SHARES, _FACTS)
   kit.run(['attention'])
   results = _results(tmp_path)
   assert results == json.loads(json.dumps(kit.results))
@@ -105,13 +105,13 @@ def test_results_are_on_disk_before_a_part_ends(tmp_path):
       found = _results(tmp_path)['parts']['attention']['items']
       seen.append([item['status'] for item in found.values()])
 
-  Seeing(tmp_path, _start(_PROCESS), 120.0, _SHARES, _FACTS).run(['attention'])
+  Seeing(tmp_path, tmp_path / 'work', _start(_PROCESS), 120.0, _SHARES, _FACTS).run(['attention'])
   assert any('running' in statuses and 'done' in statuses for statuses in seen)
 
 
 def test_the_time_of_all_parts_is_limited(tmp_path):
   program = _PROCESS.replace('[60, 60, 60, 0.5, 60]', '[600] * 5').replace('os._exit(7)', 'pass')
-  kit = runner.Runner(tmp_path, _start(program), 8.0, _SHARES, _FACTS)
+  kit = runner.Runner(tmp_path, tmp_path / 'work', _start(program), 8.0, _SHARES, _FACTS)
   kit.run(['attention', 'experts'])
   parts = _results(tmp_path)['parts']
   assert parts['attention']['items']['slow']['reason'] == 'the time of the part was over'
@@ -121,7 +121,7 @@ def test_the_time_of_all_parts_is_limited(tmp_path):
 
 def test_a_process_that_begins_nothing_is_not_started_again(tmp_path):
   program = 'import sys; sys.exit("no JAX here")'
-  kit = runner.Runner(tmp_path, _start(program), 60.0, _SHARES, _FACTS)
+  kit = runner.Runner(tmp_path, tmp_path / 'work', _start(program), 60.0, _SHARES, _FACTS)
   kit.run(['runs'])
   assert runner.problems(kit.results) == ['runs: its process ended with status 1: no JAX here.']
 
