@@ -17,6 +17,12 @@ WORKERS ?= 2
 # Emulators of object stores, and trackers: `no` goes without them.
 STORES ?= yes
 ARGS ?=
+# The kit for a GPU (benchmarks/gpu): wheels of what JAX does not bring, and sizes, `tiny` for a rehearsal on a CPU.
+GPU_VENV := .venv-gpu
+GPU_PY := $(GPU_VENV)/bin/python
+GPU_STAMP := $(GPU_VENV)/.installed
+GPU_WHEELS := build/gpu-wheels
+SIZES ?= real
 
 # `make PYTHON=/path/to/python ...`, else the first interpreter that is 3.11 to 3.13.
 ifdef PYTHON
@@ -114,7 +120,7 @@ BENCHMARKS := \
   shampoo \
   trackers
 
-.PHONY: help train test test-fast test-full test-interop test-t5x lint format types mutants soak bench docs dist locks clean
+.PHONY: help train test test-fast test-full test-interop test-t5x lint format types mutants soak bench gpu gpu-wheels docs dist locks clean
 
 help: ## list the targets
 	@echo 'usage: make TARGET [PYTHON=/path/to/python3.13] [RUN=runs/name] [RECIPE=recipes/file.gin] [ARGS="--gin.TRAIN_STEPS=1000"]'
@@ -147,6 +153,14 @@ soak: $(STAMP) ## 2,000 small steps under 30 random kills, signals and other fau
 bench: $(STAMP) ## run every benchmark and print its table (nothing else should run meanwhile)
 	for name in $(BENCHMARKS); do $(PY) benchmarks/$$name.py || exit 1; done
 
+gpu: $(GPU_STAMP) ## measure and check on a GPU in 9 minutes, without network; SIZES=tiny rehearses on a CPU
+	PYTHONPATH='$(CURDIR)' $(GPU_PY) -m benchmarks.gpu --sizes=$(SIZES) $(ARGS)
+
+gpu-wheels: ## download what `make gpu` installs to build/gpu-wheels (36 MB), for Python 3.12 on Linux x86-64
+	@mkdir -p $(GPU_WHEELS)
+	@python=$$($(FIND_PYTHON)); \
+	"$${python:?$(NO_PYTHON)}" -m $(DOWNLOAD) --require-hashes -d $(GPU_WHEELS) -r requirements/gpu-wheels.txt
+
 lint: $(STAMP) ## check the rules of pyproject.toml and the format (seconds)
 	$(VENV)/bin/ruff check $(CODE)
 	@# Texts are read and written in UTF-8, whatever the locale. `--preview` only here: it changes other rules.
@@ -167,11 +181,16 @@ docs: $(DOCS_STAMP) ## build the documentation as HTML in docs/_build; executes 
 UV ?= uv
 COMPILE := $(UV) pip compile -q --upgrade --python-platform x86_64-unknown-linux-gnu --no-annotate --no-header
 
-locks: ## resolve requirements/lock-*.txt again; needs uv
-	COMPILE='$(COMPILE)' sh requirements/make_locks.sh
+# Wheels of Python 3.12 on Linux x86-64, for any Python that downloads them.
+MANYLINUX := $(patsubst %,--platform manylinux_2_%_x86_64,28 27 17 12 5)
+DOWNLOAD := pip download -q --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
+  --implementation cp $(MANYLINUX) --platform manylinux2014_x86_64 --platform manylinux1_x86_64
+
+locks: ## resolve requirements/lock-*.txt and gpu-wheels.txt again; needs uv
+	COMPILE='$(COMPILE)' DOWNLOAD="$$($(FIND_PYTHON)) -m $(DOWNLOAD)" sh requirements/make_locks.sh
 
 dist: $(STAMP) ## build the source distribution and the wheel in dist/
-	rm -rf dist build *.egg-info
+	rm -rf dist build/lib build/bdist.* *.egg-info
 	mkdir dist
 	$(PY) -c "from setuptools import build_meta; build_meta.build_sdist('dist'); build_meta.build_wheel('dist')"
 
@@ -179,7 +198,7 @@ dist: $(STAMP) ## build the source distribution and the wheel in dist/
 test test-fast test-full: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/$(VENV)/compiled
 
 clean: ## remove the environment and build products (never runs/)
-	rm -rf $(VENV) $(INTEROP_VENV) build dist *.egg-info docs/_build docs/api docs/jupyter_execute .pytest_cache
+	rm -rf $(VENV) $(INTEROP_VENV) $(GPU_VENV) build dist *.egg-info docs/_build docs/api docs/jupyter_execute .pytest_cache
 
 # Two targets must not install into the environment at once.
 .NOTPARALLEL:
@@ -240,3 +259,19 @@ $(INTEROP_STAMP): setup.py requirements/lock-interop.txt $(wildcard requirements
 	$(INTEROP_PY) -m pip install -q --no-compile --disable-pip-version-check -c $$lock -c requirements/lock-interop.txt \
 	  -e '.[test-interop]'
 	@touch $@
+
+# An environment that sees the packages of the Python that has JAX, which may be in an environment itself: then
+# --system-site-packages shows those of another Python.
+$(GPU_STAMP): requirements/gpu-wheels.txt
+	@python=$$($(FIND_PYTHON)); \
+	packages=$$("$$python" -c 'import sys, jax, pathlib; assert sys.version_info[:2] == (3, 12); \
+	assert jax.__version_info__ >= (0, 11); print(pathlib.Path(jax.__file__).parents[1])'); \
+	if [ -z "$$packages" ]; then \
+	  echo 'make gpu needs Python 3.12 with JAX 0.11 or newer: make PYTHON=/path/to/python3.12 gpu' >&2; exit 2; fi; \
+	if [ ! -d $(GPU_WHEELS) ]; then \
+	  echo 'Run `make gpu-wheels` where there is a network, and bring $(GPU_WHEELS).' >&2; exit 2; fi; \
+	set -e; "$$python" -m venv --clear --system-site-packages --without-pip $(GPU_VENV); \
+	echo "$$packages" > $$(ls -d $(GPU_VENV)/lib/python3.12/site-packages)/packages_of_jax.pth; \
+	"$$python" -m pip --python $(GPU_PY) install -q --no-compile --disable-pip-version-check --no-deps --no-index \
+	  --ignore-installed --require-hashes --find-links $(GPU_WHEELS) -r requirements/gpu-wheels.txt
+	@echo '$(CURDIR)' > $@

@@ -1,10 +1,12 @@
 #!/bin/sh
-# Resolves the locks; each keeps the comment at its top. COMPILE is the command of uv (see the Makefile).
+# Resolves the locks; each keeps the comment at its top. COMPILE is the command of uv, and DOWNLOAD that of pip for wheels
+# (see the Makefile).
 set -eu
 cd "$(dirname "$0")/.."
 resolved=$(mktemp)
 others=$(mktemp)
-trap 'rm -f "$resolved" "$others"' EXIT
+wheels=$(mktemp -d)
+trap 'rm -rf "$resolved" "$others" "$wheels"' EXIT
 
 # write FILE: writes a lock, whose packages are the input, below the comment at its top.
 write() {
@@ -46,3 +48,12 @@ ONLY='^(jax-cuda13-|nvidia-)' lock cuda --python-version 3.12 --extra cuda -c re
 lock_more stores test-stores --override requirements/overrides.txt
 lock_more docs docs -c requirements/lock-stores.txt
 lock_more interop test-interop -c requirements/lock-stores.txt
+
+# The wheels of `make gpu`: pytest, and what t5x_lite needs and JAX does not bring, each with its hash.
+echo pytest |
+  $COMPILE --python-version 3.12 -c requirements/lock-3.12.txt --override requirements/overrides.txt setup.py - |
+  grep -v -E '^(jax|jaxlib|ml-dtypes|numpy|opt-einsum|scipy)==' >"$resolved"
+$DOWNLOAD -d "$wheels" -r "$resolved"
+(cd "$wheels" && sha256sum -- *.whl) |
+  sed -E 's/^([0-9a-f]+)  ([^-]+)-([^-]+)-.*/\2==\3 --hash=sha256:\1/; :name s/^([^=_]*)_/\1-/; t name' |
+  write requirements/gpu-wheels.txt

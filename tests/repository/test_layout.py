@@ -1,5 +1,6 @@
 """Contents of a user's clone."""
 
+import importlib.metadata
 import importlib.util
 import pathlib
 import platform
@@ -198,6 +199,30 @@ def test_locks_satisfy_setup_ranges(version):
   assert len(requirements) >= 8
   for requirement in requirements:
     assert requirement.specifier.contains(pins[requirement.name.lower()]), requirement
+
+
+def test_wheels_of_the_kit_are_what_jax_does_not_bring():
+  """`make gpu` installs them without an index and without dependencies."""
+  lines = (_ROOT / 'requirements/gpu-wheels.txt').read_text().splitlines()
+  packages = [line for line in lines if not line.startswith('#')]
+  pins = {}
+  for line in packages:
+    name, version = re.fullmatch(r'([a-z0-9-]+)==(\S+) --hash=sha256:[0-9a-f]{64}', line).groups()
+    pins[name] = version
+  assert pins.items() <= _pins('3.12').items()
+  of_jax = {'jax', 'jaxlib', 'ml-dtypes', 'numpy', 'opt-einsum', 'scipy'}
+  text = (_ROOT / 'setup.py').read_text()
+  block = text[text.index('install_requires') : text.index('extras_require')]
+  queue = [Requirement(found).name for found in re.findall(r"'([^']+)',", block)]
+  needed = set()
+  while queue:
+    name = re.sub(r'[-_.]+', '-', queue.pop()).lower()
+    if name in needed | of_jax:
+      continue
+    needed.add(name)
+    required = map(Requirement, importlib.metadata.requires(name) or ())
+    queue += [one.name for one in required if one.marker is None or one.marker.evaluate()]
+  assert needed <= set(pins) and not of_jax & set(pins)
 
 
 def test_make_lists_its_targets():
