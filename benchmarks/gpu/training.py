@@ -202,12 +202,32 @@ class Step:
 
   def trace(self) -> Any:
     """Return the traced step, from shapes."""
+    return self._jitted.trace(self.trainer.step_state, self._batch_shapes())
+
+  def rates(self, seconds: float) -> items.Row:
+    """Return the rate of model FLOPs, and its share of the device's peak rate if that is known.
+
+    Args:
+      seconds: duration of a step.
+    """
+    import jax
+
+    from t5x_lite import runtime
+
+    flops = self.trainer.count_flops(self._batch_shapes())
+    rate = flops.total / seconds
+    found: items.Row = {'model TFLOP/s': rate / 1e12}
+    peak = runtime.peak_flops(jax.local_devices()[0].device_kind, flops.dtype)
+    if peak is not None:
+      found['MFU'] = rate / peak
+    return found
+
+  def _batch_shapes(self) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
     shapes = shapes_of(self._case, self.batch_size)
-    batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
-    return self._jitted.trace(self.trainer.step_state, batch)
+    return {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
 
   def state(self) -> Any:
     """Return random parameters, and a state of the optimizer of zeros, on the device."""
@@ -271,6 +291,7 @@ def measure_batch(case: Case, batch_size: int, num_steps: int) -> items.Row:
   row['fits'] = True
   row['step, ms'] = 1e3 * seconds
   row['sequences/s'] = batch_size / seconds
+  row.update(step.rates(seconds))
   if case.goal is not None:
     row['goal on one H100'] = case.goal
   row['loss'] = loss

@@ -44,9 +44,16 @@ def device_facts() -> dict[str, Any]:
   """Return the facts of the machine and its first device."""
   import jax
 
+  from t5x_lite import runtime
+
   device = jax.local_devices()[0]
+  peaks = {}
+  for dtype in ('bfloat16', 'float32'):
+    rate = runtime.peak_flops(device.device_kind, dtype)
+    peaks[f'peak in {dtype}, TFLOP/s'] = rate and rate / 1e12
   return {
     'device': device.device_kind,
+    **peaks,
     'platform': jax.default_backend(),
     'runtime': device.client.platform_version.replace('\n', ' '),
     'driver, power limit, clocks': _nvidia_smi(),

@@ -3,6 +3,7 @@
 `make gpu SIZES=tiny` rehearses everything; here are the cheapest items and one program of each part.
 """
 
+import dataclasses
 import json
 import os
 import re
@@ -200,6 +201,17 @@ def test_results_are_compared_with_those_of_the_cpu(monkeypatch):
   # NaN in the last array of several, too.
   got = [*expected, expected[0] * np.nan]
   assert np.isnan(correctness.error_of(got, [*expected, expected[0]]))
+
+
+def test_a_step_has_its_rates():
+  case = dataclasses.replace(training.TINY, goal=7.0)
+  # A row for each of the devices of the tests.
+  row = training.measure_batch(case, 8, 1)
+  assert row['fits'] is True and row['goal on one H100'] == 7.0 and 4 < row['loss'] < 8
+  seconds = row['step, ms'] / 1e3
+  assert row['sequences/s'] == pytest.approx(8 / seconds)
+  flops = training.Step(case, 8).rates(seconds)
+  assert row['model TFLOP/s'] == pytest.approx(flops['model TFLOP/s']) and 'MFU' not in row
 
 
 @pytest.mark.parametrize(
