@@ -9,6 +9,7 @@ import numpy as np
 
 from t5x_lite import layer_stacks
 from t5x_lite import metrics as metrics_lib
+from t5x_lite import reductions
 from t5x_lite import tree_utils
 from t5x_lite.layer_stacks import LayerStacks
 from t5x_lite.types import Array, PyTree
@@ -57,7 +58,7 @@ class WeightMetricsComputer:
     }
     for path, w in tree_utils.named_leaves(new):
       dims = _parameter_dims(path, w)
-      values[f'weight_max/{path}'] = jnp.max(jnp.abs(w), axis=dims)
+      values[f'weight_max/{path}'] = reductions.largest_magnitude(w, axis=dims)
     metrics = {}
     for name, value in values.items():
       metrics[name] = metrics_lib.AveragePerStep(total=value, steps=1)

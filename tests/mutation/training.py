@@ -1109,4 +1109,11 @@ MUTANTS = (
     'if True',
     'tests/trainer/test_summaries.py::test_timer_waits_for_no_array_that_was_donated',
   ),
+  Mutant(
+    'the_largest_magnitude_leaves_nan_out',
+    't5x_lite/reductions.py',
+    '  return jnp.where(jnp.any(jnp.isnan(x), axis=axis), jnp.nan, largest)',
+    '  return largest',
+    'tests/test_reductions.py::test_the_largest_magnitude_is_that_of_numpy',
+  ),
 )

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from t5x_lite import reductions
+
 _LARGEST_INTEGER = {np.dtype(np.int8): 127, np.dtype(np.int16): 32767}
 _FLOAT_DTYPES = (np.dtype(np.float32), np.dtype(jnp.bfloat16))
 
@@ -60,7 +62,7 @@ class QuantizedValue:
       value = value - jnp.diag(diagonal)
     # [shape without dim 0]: the scale of a column is that of its largest element; 0 for a column without elements.
     if value.ndim:
-      largest = jnp.max(jnp.abs(value), axis=0, initial=0)
+      largest = reductions.largest_magnitude(value, axis=0)
     else:
       largest = jnp.abs(value)
     bucket_size = largest / _LARGEST_INTEGER[dtype]

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_lite import checks
+from t5x_lite import reductions
 from t5x_lite.optimizers.shampoo import symmetric
 
 METHODS = ('coupled_newton', 'eigh', 'auto')
@@ -282,7 +283,7 @@ def coupled_newton_root(
   ridge = options.ridge_epsilon * jnp.maximum(largest, _MIN_LARGEST_EIGENVALUE)
 
   def error_of(m, pad_m):
-    error = jnp.max(jnp.abs(m - identity))
+    error = reductions.largest_magnitude(m - identity)
     if num_padded:
       return jnp.maximum(error, jnp.abs(pad_m - 1))
     return error
@@ -372,7 +373,7 @@ def eigh_root(
     step = multiply(excess, scaled)
     root = root + differences * scales * (step + step.T) / 2
     excess = excess_of(root)
-    return i + 1, root, excess, jnp.max(jnp.abs(excess)), error
+    return i + 1, root, excess, reductions.largest_magnitude(excess), error
 
   def excess_of(root):
     power = mat_power(root, p, options.precision)
@@ -380,7 +381,7 @@ def eigh_root(
 
   root = jnp.diag(damped ** (-1 / order)) + differences * gap
   excess = excess_of(root)
-  error = jnp.max(jnp.abs(excess))
+  error = reductions.largest_magnitude(excess)
   state = (jnp.int32(0), root, excess, error, jnp.full_like(error, jnp.inf))
   _, root, _, error, _ = lax.while_loop(continues, body, state)
   root = multiply(multiply(vectors, root), vectors.T)

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 import numpy as np
 import optax
 
+from t5x_lite import reductions
 from t5x_lite import tree_utils
 from t5x_lite.optimizers.axes import names
 from t5x_lite.optimizers.axes.rules import OptaxStatePartitionRules
@@ -390,7 +391,10 @@ def root_metrics(state: ShampooState) -> dict[str, jax.Array]:
   if not errors:
     return {}
   all_errors = jnp.concatenate(errors)
-  return {'root_error_max': jnp.max(all_errors), 'root_error_mean': jnp.mean(all_errors)}
+  return {
+    'root_error_max': reductions.largest_magnitude(all_errors),
+    'root_error_mean': jnp.mean(all_errors),
+  }
 
 
 # Smallest error of a root that the log reports.
