@@ -244,7 +244,9 @@ def _check_effect(
   for row in table.values():
     scope, selector, parameter = row.key
     configurable = registry[selector]
-    if row.key in read or not row.is_flag or _is_required_by_file(row):
+    if row.key in read or not row.is_flag:
+      continue
+    if _is_required_by_file(row) and scope not in table.replaced:
       continue
     # User code may call a function that it has registered itself without a reference.
     if selector != MACRO and configurable.import_source is None:
