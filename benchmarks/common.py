@@ -4,7 +4,7 @@ The speed of machines varies; a figure is only comparable relative to the matmul
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import os
 import pathlib
 import platform
@@ -118,14 +118,12 @@ def t5_small(
     A namespace of the `config`, the `model`, the `partitioner`, the `initializer` of the state, and a `batch` of random
     tokens on the device.
   """
-  import jax
   import jax.numpy as jnp
 
   from t5x_lite import adafactor
   from t5x_lite import models
   from t5x_lite import optimizers
   from t5x_lite import partitioning
-  from t5x_lite import state_init  # Earlier versions have it at the top.
   from t5x_lite.data import vocabularies
   from t5x_lite.networks import t5
 
@@ -164,7 +162,6 @@ def t5_small(
     z_loss=1e-4,
     **(model_options or {}),
   )
-  partitioner = partitioning.PjitPartitioner(num_partitions=1)
   lengths = {
     'encoder_input_tokens': args.inputs,
     'decoder_input_tokens': args.targets,
@@ -172,6 +169,31 @@ def t5_small(
     'decoder_loss_weights': args.targets,
   }
   shapes = {name: (args.batch, length) for name, length in lengths.items()}
+  found = training(model, partitioning.PjitPartitioner(num_partitions=1), shapes, 32000)
+  found.config = config
+  return found
+
+
+def training(
+  model: Any, partitioner: Any, shapes: Mapping[str, tuple[int, int]], num_ids: int
+) -> types.SimpleNamespace:
+  """Return the training of a model on random tokens.
+
+  Args:
+    model: the model.
+    partitioner: the partitioner.
+    shapes: shapes of a batch, by feature.
+    num_ids: exclusive bound of the tokens' ids.
+
+  Returns:
+    A namespace of the `model`, the `partitioner`, the `initializer` of the state, and a `batch` on the device, whose
+    loss weights are ones.
+  """
+  import jax
+  import jax.numpy as jnp
+
+  from t5x_lite import state_init  # Earlier versions have it at the top.
+
   initializer = state_init.TrainStateInitializer(
     model.optimizer_def,
     model.get_initial_variables,
@@ -181,20 +203,23 @@ def t5_small(
   )
   keys = jax.random.split(jax.random.key(1), len(shapes))
   batch = {
-    name: jax.random.randint(key, shape, 2, 32000)
-    for key, (name, shape) in zip(keys, shapes.items(), strict=False)
+    name: jax.random.randint(key, shape, 2, num_ids)
+    for key, (name, shape) in zip(keys, shapes.items(), strict=True)
   }
-  batch['decoder_loss_weights'] = jnp.ones_like(batch['decoder_loss_weights'])
+  if 'decoder_loss_weights' in batch:
+    batch['decoder_loss_weights'] = jnp.ones_like(batch['decoder_loss_weights'])
   batch = jax.device_put(
     batch, jax.sharding.NamedSharding(partitioner.mesh, partitioner.data_partition_spec)
   )
   return types.SimpleNamespace(
-    config=config, model=model, partitioner=partitioner, initializer=initializer, batch=batch
+    model=model, partitioner=partitioner, initializer=initializer, batch=batch
   )
 
 
-def trainer(setup: types.SimpleNamespace) -> Any:
-  """Return a `Trainer` of the result of `t5_small`, without a state and without metrics."""
+def trainer(
+  setup: types.SimpleNamespace, learning_rate_fn: Callable[[Any], Any] | None = None
+) -> Any:
+  """Return a `Trainer` of the result of `training`, without a state and without metrics."""
   import jax
 
   from t5x_lite import trainer as trainer_lib
@@ -207,6 +232,7 @@ def trainer(setup: types.SimpleNamespace) -> Any:
     None,
     setup.initializer.train_state_axes,
     jax.random.key(0),
+    learning_rate_fn,
   )
 
 

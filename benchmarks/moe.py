@@ -209,11 +209,8 @@ def _load_step(file, num_experts):
   """Return (compiled training step of a recipe's model, state, batch of random tokens)."""
   import gin
   import jax
-  import jax.numpy as jnp
 
   from t5x_lite import gin_utils
-  from t5x_lite import state_init
-  from t5x_lite import trainer as trainer_lib
   from t5x_lite.configuration import syntax as gin_syntax
 
   bindings = {'MODEL_DIR': "'runs/x'"}
@@ -230,36 +227,15 @@ def _load_step(file, num_experts):
   finally:
     gin.clear_config()
   names = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
-  shapes = dict.fromkeys(names, _MODEL_BATCH)
-  initializer = state_init.TrainStateInitializer(
-    model.optimizer_def,
-    model.get_initial_variables,
-    shapes,
-    partitioner,
-    dict.fromkeys(shapes, jnp.int32),
-  )
-  keys = jax.random.split(jax.random.key(1), len(shapes))
-  batch = {
-    name: jax.random.randint(key, shape, 3, 255)
-    for key, (name, shape) in zip(keys, shapes.items(), strict=True)
-  }
-  trainer = trainer_lib.Trainer(
-    model,
-    initializer.global_train_state_shape,
-    partitioner,
-    [],
-    None,
-    initializer.train_state_axes,
-    jax.random.key(0),
-    lambda step: 1e-3,
-  )
-  step = trainer.partitioned_train_step().lower(trainer.step_state, batch).compile()
-  trainer.train_state = initializer.from_scratch(jax.random.key(0))
-  return step, trainer.step_state, batch
+  setup = common.training(model, partitioner, dict.fromkeys(names, _MODEL_BATCH), 255)
+  trainer = common.trainer(setup, lambda step: 1e-3)
+  step = trainer.partitioned_train_step().lower(trainer.step_state, setup.batch).compile()
+  trainer.train_state = setup.initializer.from_scratch(jax.random.key(0))
+  return step, trainer.step_state, setup.batch
 
 
 def _model(args):
-  """Print the training step of the recipe with experts beside that of its dense twin."""
+  """Print the training steps of the recipe with experts and of its dense twin, and their ratio."""
   import jax
 
   from t5x_lite import tree_utils

@@ -1,4 +1,4 @@
-"""Parts of a training step, or of an expert layer, on a CPU: their time beside the limit by operations or bytes.
+"""Time of the parts of a training step or an expert layer on a CPU, and their limits by operations or bytes.
 
     python benchmarks/profile_step.py [--layers 8] [--batch 8] [--inputs 128] [--targets 64] [--optimizer adafactor]
         [--scan] [--num_experts 64] [--steps 5] [--share 0.03]

@@ -108,7 +108,7 @@ def run(part: str, sizes: str, events: Events, skip: Collection[str] = ()) -> No
     try:
       for row in item.measure():
         events.write('row', item=item.name, row=row)
-    except Exception as error:  # The other items go on.
+    except Exception as error:  # Later items must run.
       traceback.print_exc()
       reason = f'{type(error).__name__}: {error}'.splitlines()[0][:400]
       events.write('failed', item=item.name, reason=reason)
