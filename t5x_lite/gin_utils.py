@@ -319,8 +319,13 @@ def load(
     uses = gin_check.check(function, table)
   for sentence in gin_check.misspelt_scopes(uses, table):
     logging.getLogger(__name__).warning(sentence)
-  for sentence in inheritance.describe_missing(binder.not_inherited, uses):
+  # T5X would not apply the bindings without a name in `by` either.
+  lost = [each for each in binder.not_inherited if each.by]
+  of_t5x = [each for each in binder.not_inherited if not each.by]
+  for sentence in inheritance.describe_missing(lost, uses):
     logging.getLogger(__name__).warning(sentence)
+  for sentence in inheritance.describe_missing(of_t5x, uses):
+    logging.getLogger(__name__).info(sentence)
   for sentence in inheritance.describe_inherited(uses):
     logging.getLogger(__name__).info(sentence)
   resolved.bind()

@@ -246,7 +246,7 @@ class SaveCheckpointConfig(checks.MutableConfig):
   )
 
   def __setattr__(self, name: str, value: Any) -> None:
-    """Set a value; another `keep` counts the best checkpoints anew, see `checkpointer_cls`."""
+    """Set a value; setting `keep` discards what the class of an option has set, see `_set_retention`."""
     if name == 'keep' and self._replaced is not None:
       vars(self).update(self._replaced, _replaced=None)
     super().__setattr__(name, value)

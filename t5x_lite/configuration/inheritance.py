@@ -28,6 +28,7 @@ from t5x_lite.configuration.validation import Use
 # Function of (class, name of a method) that returns the method's configurable; None if it cannot be bound.
 MethodFn = Callable[[type, str], gin_config.Configurable | None]
 _CONSTRUCTOR = '__init__'
+# Packages whose classes T5X does not have, so that its rules do not apply to them.
 _OURS = ('t5x_lite', 'moe')
 
 

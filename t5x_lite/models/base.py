@@ -135,9 +135,7 @@ class BaseModel(subclassing.WithFeatureConverter, abc.ABC):
     self, params: Params, batch: Batch, flax_mutables: FlaxMutables | None = None
   ) -> tuple[Array, MetricsMap]:
     """Compute (loss, metrics) by `loss_fn` without dropout; `flax_mutables` are read, not updated."""
-    # Users' classes may have no `flax_mutables`.
-    arguments = () if not flax_mutables else (flax_mutables,)
-    loss, metrics = self.loss_fn(params, batch, None, *arguments)
+    loss, metrics = self.loss_fn(params, batch, None, **mutables_argument(flax_mutables))
     if isinstance(metrics, tuple):
       metrics, _ = metrics
     return loss, metrics

@@ -63,7 +63,7 @@ class ModelFlops:
 
 
 class _Value(NamedTuple):
-  """What is known of an array in the forward pass.
+  """Properties of an array of the forward pass.
 
   Attributes:
     is_trained: True if it depends on a trained parameter by a chain of derivatives.
@@ -101,11 +101,11 @@ def _count(
 
   Args:
     program: the program.
-    inputs: what is known of its arguments.
+    inputs: properties of its arguments.
     results: how the loss depends on its results; products on which it does not depend are not computed.
 
   Returns:
-    (what is known of the results, FLOPs).
+    (properties of the results, FLOPs).
   """
   jaxpr = program.jaxpr
   uses = _uses(jaxpr, results)
