@@ -57,6 +57,7 @@ from t5x_lite.compat import names
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.optimizers.base import layouts
 from tests.data import registries
+from tests.repository import notebooks
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _PAGES = {
@@ -64,8 +65,10 @@ _PAGES = {
   for path in (
     _ROOT / 'README.md',
     *sorted((_ROOT / 'docs').glob('*.md')),
-    *sorted((_ROOT / 'docs/notebooks').glob('*.md')),
   )
+} | {
+  path.relative_to(_ROOT).as_posix(): notebooks.markdown(path)
+  for path in sorted(notebooks.FOLDER.glob('*.ipynb'))
 }
 
 sys.path.insert(0, str(_ROOT / 'docs'))
@@ -276,7 +279,7 @@ def test_index_lists_every_page():
     re.findall(r'```\{toctree\}.*?\n\n(.*?)```', _PAGES['docs/index.md'], re.DOTALL)
   ).split()
   pages = {
-    page.removeprefix('docs/').removesuffix('.md') for page in _PAGES if page.startswith('docs/')
+    os.path.splitext(page.removeprefix('docs/'))[0] for page in _PAGES if page.startswith('docs/')
   }
   # `make docs` writes the API reference.
   assert sorted(listed) == sorted(pages - {'index'} | {'api/index'})
@@ -287,8 +290,8 @@ def test_index_lists_every_page():
 
 
 def _shell_blocks(text):
-  """Returns the page's blocks of shell commands and the notebook cells with such."""
-  return re.findall(r'```(?:sh|\{code-cell\} ipython3\n%%bash -e)\n(.*?)```', text, re.DOTALL)
+  """Returns the page's blocks of shell commands."""
+  return re.findall(r'```sh\n(.*?)```', text, re.DOTALL)
 
 
 def _commands(text):
@@ -315,55 +318,6 @@ def _write_files(text, folder):
     path = folder / match['name']
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(match['text'])
-
-
-_NOTEBOOKS = [page for page in _PAGES if page.startswith('docs/notebooks/')]
-
-
-def _python_cells(page):
-  return [
-    cell
-    for cell in re.findall(r'```\{code-cell\} ipython3\n(.*?)```', _PAGES[page], re.DOTALL)
-    if not cell.startswith('%%')
-  ]
-
-
-@pytest.mark.parametrize('page', _NOTEBOOKS)
-def test_names_of_notebooks_exist(page):
-  """Imports, and attributes of imported modules, of all cells in Python."""
-  tree = ast.parse('\n'.join(_python_cells(page)))
-  modules = {}
-  for node in ast.walk(tree):
-    if isinstance(node, ast.Import | ast.ImportFrom):
-      exec(ast.unparse(node), modules)  # pylint: disable=exec-used
-  found = [
-    node
-    for node in ast.walk(tree)
-    if isinstance(node, ast.Attribute)
-    and isinstance(node.value, ast.Name)
-    and inspect.ismodule(modules.get(node.value.id))
-  ]
-  assert found
-  for node in found:
-    assert hasattr(modules[node.value.id], node.attr), ast.unparse(node)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize('page', _NOTEBOOKS)
-def test_notebooks_run(page, tmp_path, monkeypatch):
-  """As `make docs` executes them, without a kernel."""
-  monkeypatch.chdir(tmp_path)
-  monkeypatch.setenv('PATH', os.pathsep.join([os.path.dirname(sys.executable), os.environ['PATH']]))
-  monkeypatch.setenv('PYTHONPATH', str(_ROOT))
-  monkeypatch.setenv('XLA_FLAGS', '')
-  monkeypatch.setattr('matplotlib.pyplot.show', lambda: None)
-  names = {}
-  for cell in re.findall(r'```\{code-cell\} ipython3\n(.*?)```', _PAGES[page], re.DOTALL):
-    magic, _, script = cell.partition('\n')
-    if magic == '%%bash -e':
-      subprocess.run(['bash', '-e', '-c', script], check=True)
-    else:
-      exec(cell, names)  # pylint: disable=exec-used
 
 
 @pytest.fixture

@@ -186,7 +186,7 @@ _TOLD = [
   for path in (
     _ROOT / 'README.md',
     *sorted(set((_ROOT / 'docs').glob('*.md')) - {_ROOT / 'docs/design.md'}),
-    *sorted((_ROOT / 'docs/notebooks').glob('*.md')),
+    *sorted((_ROOT / 'docs/notebooks').glob('*.ipynb')),
     *sorted((_ROOT / 'gin').rglob('*.gin')),
     *sorted(path for package in ('t5x_lite', 'moe') for path in (_ROOT / package).rglob('*.py')),
   )
