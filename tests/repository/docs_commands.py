@@ -6,6 +6,9 @@ a `bash -e` of its own, and each other `python` fence in one Python process per 
 
 - `<!-- not run: REASON -->`: the fence does not run, for one of `REASONS`;
 - `<!-- exit status: N -->`: the fence must end with this status instead of 0.
+
+Where the next fence of the page is `text`, it shows the output: each of its lines must have the form of a line of the
+output, with other numbers. A line `...` stands for lines that are left out, and rows of tables may differ.
 """
 
 import argparse
@@ -36,6 +39,8 @@ _NAME = re.compile(r'`([\w./-]+\.(gin|py|csv|tsv|jsonl|sbatch|yaml))`:$')
 _LANGUAGES = {'gin': ('gin',), 'py': ('python',), 'sbatch': ('bash',), 'yaml': ('yaml',)}
 _DATA_LANGUAGES = ('', 'csv', 'json', 'jsonl', 'text', 'tsv')
 _COMMENT = re.compile(r'<!-- (not run|exit status): (.*?) -->$')
+_NUMBER = re.compile(r'[-+]?\d+(?:[.,:]\d+)*(?:e[-+]?\d+)?[kMGT]?\b')
+_TABLE_RULE = re.compile(r'[- ]*--[- ]*')
 _COPIED_VARIABLES = ('LANG', 'LC_ALL', 'PYTHONPATH', 'USER')
 # A page's Python process: it gets [file, line, text] from its standard input, and answers with a status.
 _PYTHON = """\
@@ -69,6 +74,7 @@ class Fence:
     name: file that the fence shows; empty for others.
     reason: why the fence does not run; empty for others.
     status: exit status with which a command must end.
+    output: the output of a command that the page shows; empty if it shows none.
   """
 
   page: str
@@ -78,6 +84,7 @@ class Fence:
   name: str = ''
   reason: str = ''
   status: int = 0
+  output: str = ''
 
   @property
   def place(self) -> str:
@@ -141,6 +148,8 @@ def read_fences(page: str, text: str) -> list[Fence]:
     if named and language in _LANGUAGES.get(named[2], _DATA_LANGUAGES):
       name = named[1]
     fence = Fence(page, number, language, ''.join(contents), name, reason, int(status))
+    if language == 'text' and not name and fences and fences[-1].is_command:
+      fences[-1] = dataclasses.replace(fences[-1], output=fence.text)
     if comments and not fence.is_command:
       raise ValueError(f'{page}:{number}: the fence is no command, so a comment has no effect.')
     fences.append(fence)
@@ -149,6 +158,34 @@ def read_fences(page: str, text: str) -> list[Fence]:
   if comments:
     raise ValueError(f'{page}:{number}: a fence must follow the comment directly.')
   return fences
+
+
+def form(line: str) -> str:
+  """Return a line of output with 0 for each number, and single spaces."""
+  return ' '.join(_NUMBER.sub('0', line).split())
+
+
+def lines_of_another_form(shown: str, printed: str) -> list[str]:
+  """Return the lines of a shown output that do not have the form of a printed line.
+
+  Args:
+    shown: output on a page, which may be shortened.
+    printed: output of the program.
+  """
+  forms = {form(line) for line in printed.splitlines()}
+  others = []
+  is_row = False
+  for line in shown.splitlines():
+    if is_row and line.strip():
+      continue
+    is_row = _TABLE_RULE.fullmatch(line) is not None
+    expected = form(line)
+    beginning = expected.removesuffix('...')
+    if expected.endswith('...') and any(each.startswith(beginning.rstrip()) for each in forms):
+      continue
+    if expected and expected not in forms:
+      others.append(line)
+  return others
 
 
 def not_run(fences: Sequence[Fence]) -> list[Fence]:
@@ -257,13 +294,17 @@ class Page:
     else:
       status = self._run_python(fence, limit)
     failure = ''
+    output = self._log.read_text(encoding='utf-8', errors='replace')
     if status is None:
       failure = f'It was killed after {limit:.0f} s.'
     elif status != fence.status:
       failure = f'The exit status must be {fence.status}, got {status}.'
+    elif others := lines_of_another_form(fence.output, output):
+      failure = '\n'.join(
+        ['These lines of the page are not in the output:', *others, 'The output:']
+      )
     if failure:
-      output = self._log.read_text(encoding='utf-8', errors='replace').splitlines()
-      failure = '\n'.join([failure, *output[-_SHOWN_LINES:]])
+      failure = '\n'.join([failure, *output.splitlines()[-_SHOWN_LINES:]])
     return Result(fence, time.monotonic() - begin, failure)
 
   def _run_shell(self, fence: Fence, limit: float) -> int | None:

@@ -50,7 +50,7 @@ _PAGE = """\
       read line || echo "sh 2 $line" >> order.txt
       ```
 
-    ```text
+    ```csv
     not a command
     ```
 
@@ -226,3 +226,42 @@ def test_todays_pages_have_few_fences_that_do_not_run():
   ]
   assert sum(fence.is_command for fence in fences) > 50
   docs_commands.not_run(fences)
+
+
+_SHOWN = """\
+    ```sh
+    echo '[process 0] step 500/500 (100%)  loss 0.2105  27.5k tokens/s  took 2:06'
+    echo 'target  prediction'
+    echo '------  ----------'
+    echo 'if      else'
+    echo 'Saved.'
+    ```
+
+    The output:
+
+    ```text
+    SHOWN
+    ```
+    """
+
+
+@pytest.mark.parametrize(
+  'shown, is_found',
+  [
+    ('[process 0] step 500/500 (100%)  loss 2.1e-05  305k tokens/s  took 12:06', True),
+    ('[process 0] step 500/500 ...', True),
+    ('...', True),
+    ('[process 0] step 500/500 (100%)  accuracy 0.2105  27.5k tokens/s  took 2:06', False),
+    ('[process 0] stop 500/500 ...', False),
+    ('Saved it.', False),
+  ],
+)
+def test_shown_lines_have_the_form_of_the_output(tmp_path, shown, is_found):
+  failure = _run(tmp_path, _SHOWN.replace('SHOWN', shown))[1].failure
+  assert bool(failure) != is_found
+  assert is_found or shown in failure
+
+
+def test_rows_of_shown_tables_may_differ(tmp_path):
+  rows = 'target  prediction\n    ------  ----------\n    for     while\n\n    Saved.'
+  assert not _run(tmp_path, _SHOWN.replace('SHOWN', rows))[1].failure
