@@ -6,6 +6,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 STORES_STAMP := $(VENV)/.installed_stores
 DOCS_STAMP := $(VENV)/.installed_docs
+PICTURES_STAMP := $(VENV)/.installed_pictures
 # PyTorch crashes next to TensorFlow (docs/limits.md), so it has an environment of its own.
 INTEROP_VENV := .venv-interop
 INTEROP_PY := $(INTEROP_VENV)/bin/python
@@ -122,7 +123,7 @@ BENCHMARKS := \
   shampoo \
   trackers
 
-.PHONY: help train test test-fast test-full test-interop test-t5x test-docs lint format types mutants soak bench gpu gpu-wheels docs dist locks clean
+.PHONY: help train test test-fast test-full test-interop test-t5x test-docs lint format types mutants soak bench gpu gpu-wheels docs pictures dist locks clean
 
 help: ## list the targets
 	@echo 'usage: make TARGET [PYTHON=/path/to/python3.13] [RUN=runs/name] [RECIPE=recipes/file.gin] [ARGS="--gin.TRAIN_STEPS=1000"]'
@@ -181,6 +182,9 @@ types: $(STAMP) $(STORES_STAMP) ## check the types of the packages (a minute)
 
 docs: $(DOCS_STAMP) ## build the documentation as HTML in docs/_build; executes its notebooks (5 minutes)
 	$(PY) -m sphinx -q -W --keep-going -b html $(ARGS) docs docs/_build
+
+pictures: train docs $(PICTURES_STAMP) ## draw docs/images from today's code; needs Chromium (10 minutes)
+	$(PY) docs/pictures.py
 
 # What `make locks` tells uv: wheels for Linux x86-64.
 UV ?= uv
@@ -251,6 +255,10 @@ $(STORES_STAMP): $(STAMP) requirements/lock-stores.txt
 
 $(DOCS_STAMP): $(STAMP) requirements/lock-docs.txt
 	$(PY) -m pip install -q --no-compile --disable-pip-version-check --no-deps -r requirements/lock-docs.txt
+	@touch $@
+
+$(PICTURES_STAMP): $(STAMP) requirements/lock-pictures.txt
+	$(PY) -m pip install -q --no-compile --disable-pip-version-check --no-deps -r requirements/lock-pictures.txt
 	@touch $@
 
 # With dependencies, which differ between CPU and CUDA builds of torch. TensorFlow is not among them.

@@ -141,6 +141,7 @@ setuptools.setup(
       'myst-nb>=1.2',
       'sphinx>=8',
     ],  # myst-nb executes the notebooks
+    'pictures': ['playwright>=1.50'],  # make pictures
     'cuda': ['jax[cuda13]>=0.10,<0.13'],
     'tpu': ['jax[tpu]>=0.10,<0.13'],
   },

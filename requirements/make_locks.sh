@@ -47,6 +47,7 @@ lock core-3.14 --python-version 3.14 --extra test
 ONLY='^(jax-cuda13-|nvidia-)' lock cuda --python-version 3.12 --extra cuda -c requirements/lock-3.12.txt
 lock_more stores test-stores --override requirements/overrides.txt
 lock_more docs docs -c requirements/lock-stores.txt
+lock_more pictures pictures -c requirements/lock-stores.txt
 lock_more interop test-interop -c requirements/lock-stores.txt
 
 # The wheels of `make gpu`: pytest, and what t5x_lite needs and JAX does not bring, each with its hash.
