@@ -123,7 +123,7 @@ BENCHMARKS := \
   shampoo \
   trackers
 
-.PHONY: help train test test-fast test-full test-interop test-t5x test-docs lint format types mutants soak bench gpu gpu-wheels docs pictures dist locks clean
+.PHONY: help train test test-fast test-full test-interop test-t5x test-docs lint format types mutants soak bench gpu gpu-wheels reference docs pictures dist locks clean
 
 help: ## list the targets
 	@echo 'usage: make TARGET [PYTHON=/path/to/python3.13] [RUN=runs/name] [RECIPE=recipes/file.gin] [ARGS="--gin.TRAIN_STEPS=1000"]'
@@ -180,6 +180,9 @@ format: $(STAMP) ## sort the imports and format the code
 types: $(STAMP) $(STORES_STAMP) ## check the types of the packages (a minute)
 	$(VENV)/bin/pyright
 
+reference: $(STAMP) ## write docs/reference from the code: flags, macros, parameters, the API (seconds)
+	JAX_PLATFORMS=cpu $(PY) -m docs.make_reference
+
 docs: $(DOCS_STAMP) ## build the documentation as HTML in docs/_build; executes its notebooks (5 minutes)
 	$(PY) -m sphinx -q -W --keep-going -b html $(ARGS) docs docs/_build
 
@@ -207,7 +210,7 @@ dist: $(STAMP) ## build the source distribution and the wheel in dist/
 test test-fast test-full: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/$(VENV)/compiled
 
 clean: ## remove the environment and build products (never runs/)
-	rm -rf $(VENV) $(INTEROP_VENV) $(GPU_VENV) build dist *.egg-info docs/_build docs/api docs/jupyter_execute .pytest_cache
+	rm -rf $(VENV) $(INTEROP_VENV) $(GPU_VENV) build dist *.egg-info docs/_build docs/jupyter_execute .pytest_cache
 
 # Two targets must not install into the environment at once.
 .NOTPARALLEL:

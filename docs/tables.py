@@ -1,62 +1,39 @@
-"""Tables of the documentation that are made of code: parameters by signature and docstring, flags by `--help`.
-
-A page has a block ```` ```{parameters} ```` with the dotted name of a class or function, and optionally `without` and
-the names of parameters to leave out; a block ```` ```{flags} ```` with the name of a command; a block
-```` ```{t5x} ```` with one of `modules`, `names` and `left_out`: T5X's names by the table of `t5x_lite.compat.names`;
-or a block ```` ```{measurements} ```` with the file of the optimizers' records.
-`conf.py` replaces these blocks when the pages are built, and `tests/repository/test_docs.py` checks that every
-parameter has a description.
-"""
+"""Pages of the reference that are made of tables: flags, macros, gin files, parameters, T5X's names, measurements."""
 
 import argparse
-import enum
-import inspect
-import pkgutil
+import importlib
 import re
+from typing import NamedTuple
 
 from benchmarks import optimizer_records
+from docs import api_pages
+from docs.api_pages import in_cell
+from docs.api_pages import one_line
 from t5x_lite.apps import commands
 from t5x_lite.compat import names
+from t5x_lite.configuration import configurable_names
+from t5x_lite.configuration import syntax
 
 # A flag or a macro in the text of `--help`.
 _FLAG = re.compile(r"(?<![`\w])(--[\w.]+(?:='[^']*'|=[\w./]+)?|[A-Z]+_[A-Z_]+)(?![`\w])")
-BLOCK = re.compile(
-  r'^```\{(?P<kind>parameters|flags|t5x|measurements)\}\n(?P<what>[^`]*?)\n```$', re.MULTILINE
-)
-# A section of a docstring in Google style, up to the next line that is not indented.
-_SECTION = re.compile(r'^(?:Args|Attributes):\n((?:[ \t].*\n|\n)*)', re.MULTILINE)
-_ENTRY = re.compile(r'^  (\w+): (.*(?:\n(?:    .*|(?=\n)))*)', re.MULTILINE)
+_MACRO = re.compile(r'^([A-Z][A-Z0-9_]*) = (.*?)(?:\s+# (.*))?$')
+_INCLUDE = re.compile(r"^include '(.*)'", re.MULTILINE)
+# Folders of files that set macros of others: a macro is listed there only if no other file describes it.
+_EXAMPLES = re.compile(r'recipes/|t5x/.*/examples/')
 
 
-def expand(text: str) -> str:
-  """Return a Markdown page with its blocks replaced by tables."""
-  tables = {
-    'parameters': _parameter_table,
-    'flags': _flag_table,
-    't5x': t5x_table,
-    'measurements': measurement_table,
-  }
-  return BLOCK.sub(lambda block: tables[block['kind']](block['what']), text)
+class Macro(NamedTuple):
+  """A macro that a gin file sets.
 
-
-def parameters(what: str) -> list[tuple[str, str, str]]:
-  """Return (name, default, meaning) of each parameter; an empty meaning where the docstring has none.
-
-  Args:
-    what: dotted name, optionally followed by `without` and names of parameters to leave out.
+  Attributes:
+    name: name of the macro.
+    value: value in gin's syntax.
+    meaning: the comment on its line or above it; empty if there is none.
   """
-  path, _, omitted = what.partition(' without ')
-  described = pkgutil.resolve_name(path)
-  meanings = _meanings(described)
-  return [
-    (
-      name,
-      'required' if parameter.default is parameter.empty else f'`{_as_written(parameter.default)}`',
-      meanings.get(name, ''),
-    )
-    for name, parameter in inspect.signature(described).parameters.items()
-    if name not in omitted.replace(',', ' ').split() and parameter.kind is not parameter.VAR_KEYWORD
-  ]
+
+  name: str
+  value: str
+  meaning: str
 
 
 def flags(command: str) -> list[tuple[str, str]]:
@@ -66,114 +43,217 @@ def flags(command: str) -> list[tuple[str, str]]:
   actions = sorted(parser._actions, key=lambda action: bool(action.option_strings))
   return [
     (
-      '='.join(filter(None, (*action.option_strings, _value_name(action)))),
-      _FLAG.sub(r'`\1`', _one_line(action.help or '')),
+      '='.join(filter(None, (', '.join(action.option_strings), _value_name(action)))),
+      _FLAG.sub(r'`\1`', one_line(action.help or '')),
     )
     for action in actions
   ]
 
 
-def t5x_table(what: str) -> str:
-  """Return the table of T5X's modules, of its names in other places here, or of those that are left out."""
-  rows = names.MODULES.items()
-  if what == 'modules':
-    head, lines = (
-      ('in T5X', 'here'),
-      [(f'`{module}`', f'`{row.here}`') for module, row in rows if row.here],
+def flag_page() -> str:
+  """Return the page of the flags of each command; the flags that `train` has with the same meaning are only named."""
+  lines = ['# Flags', '', 'The flags of each command, from `t5x_lite COMMAND --help`.', '']
+  for command, entry in commands.COMMANDS.items():
+    help_line = entry.help[0].upper() + entry.help[1:]
+    lines += [f'## {command}', '', f'`t5x_lite {command}`: {in_cell(help_line)}.', '']
+    common = [row for row in flags(command) if row in flags('train') and command != 'train']
+    rows = [row for row in flags(command) if row not in common]
+    lines += _table(['flag', 'meaning'], [(f'`{flag}`', meaning) for flag, meaning in rows])
+    if common:
+      shown = ', '.join(f'`{flag}`' for flag, _ in common)
+      lines += [f'Also {shown}, as for [train](#train).', '']
+  return '\n'.join(lines)
+
+
+def macros(file: str) -> list[Macro]:
+  """Return the macros that a packaged gin file sets, in its order."""
+  found = []
+  comment: list[str] = []
+  for line in (syntax.packaged_folder() / file).read_text(encoding='utf-8').splitlines():
+    if match := _MACRO.match(line):
+      name, value, meaning = match.groups()
+      found.append(Macro(name, value, meaning or ' '.join(comment)))
+    if line.startswith('# ') and not line.startswith('# --'):
+      comment.append(line[2:])
+    else:
+      comment = []
+  return found
+
+
+def listed_macros() -> dict[str, list[Macro]]:
+  """Return the macros with a meaning by packaged file: those of other files first, then of recipes and examples."""
+  files = sorted(syntax.packaged_files(), key=lambda file: bool(_EXAMPLES.search(file)))
+  known: set[str] = set()
+  found = {}
+  for file in files:
+    is_example = _EXAMPLES.search(file)
+    rows = [
+      macro
+      for macro in macros(file)
+      if (macro.meaning or macro.value == '%gin.REQUIRED')
+      and not (is_example and macro.name in known)
+    ]
+    known |= {macro.name for macro in rows}
+    if rows:
+      found[file] = rows
+  return found
+
+
+def macro_page() -> str:
+  """Return the page of the macros of the packaged gin files."""
+  lines = [
+    '# Macros',
+    '',
+    'A macro is a name in capitals that gin files read as `%NAME`. Set it in a gin file, `BATCH_SIZE = 64`, or by a',
+    'flag, `--gin.BATCH_SIZE=64`. The tables have the macros of each file with their defaults, from the comments in',
+    'the files. A file has the macros of the files that it includes too. [Gin files](gin_files.md) lists all files.',
+    '',
+  ]
+  for file, rows in listed_macros().items():
+    included = _INCLUDE.findall((syntax.packaged_folder() / file).read_text(encoding='utf-8'))
+    lines += [f'## {file}', '']
+    if included:
+      lines += [f'Includes {", ".join(f"`{name}`" for name in included)}.', '']
+    lines += _table(
+      ['macro', 'default', 'meaning'],
+      [
+        (
+          f'`{macro.name}`',
+          'required' if macro.value == '%gin.REQUIRED' else f'`{macro.value}`',
+          macro.meaning,
+        )
+        for macro in rows
+      ],
     )
-  elif what == 'names':
-    head = ('in T5X', 'here')
-    lines = [
-      (f'`{module}.{name}`', f'`{place.replace(":", ".")}`')
-      for module, row in rows
-      for name, place in sorted(row.names.items())
-    ]
-  else:
-    head = ('in T5X', 'instead')
-    lines = [
-      (f'`{module}.{name}`', sentence)
-      for module, row in rows
-      for name, sentence in sorted(row.left_out.items())
-    ]
-    lines += [(f'`{module}`', sentence) for module, sentence in names.LEFT_OUT_MODULES.items()]
+  return '\n'.join(lines)
+
+
+def file_page() -> str:
+  """Return the page of the packaged gin files, by folder."""
+  lines = [
+    '# Gin files',
+    '',
+    'The gin files that come with t5x_lite, each with the first sentence of its comment. `--gin_file` finds them by',
+    'these names in any folder. [Macros](macros.md) has the values that they read.',
+    '',
+  ]
+  folders: dict[str, list[str]] = {}
+  for file in syntax.packaged_files():
+    folders.setdefault(file.partition('/')[0], []).append(file)
+  for folder, files in folders.items():
+    lines += [f'## {folder}', '']
+    lines += _table(['file', 'content'], [(f'`{file}`', summary(file)) for file in files])
+  return '\n'.join(lines)
+
+
+def summary(file: str) -> str:
+  """Return the first sentence of the comment at the top of a packaged gin file."""
+  comment = []
+  for line in (syntax.packaged_folder() / file).read_text(encoding='utf-8').splitlines():
+    if not line.startswith('# '):
+      break
+    comment.append(line[2:])
+  return re.split(r'(?<=(?<!et al)\.) (?=[A-Z])', ' '.join(comment))[0]
+
+
+def parameter_page() -> str:
+  """Return the page of the parameters that gin files and flags can bind, by class and function."""
+  lines = [
+    '# Parameters',
+    '',
+    'The parameters that gin files and flags can bind, by class and function, such as',
+    '`--gin.data.DatasetConfig.pack=False`. Each name is a link to its defaults and meanings. A gin file imports the',
+    'module of a table first, such as `from t5x_lite import data`.',
+    '',
+  ]
+  for modules in api_pages.MODULES.values():
+    for module in modules:
+      rows = []
+      for name, value in api_pages.described(module).items():
+        if name in configurables().get(module, ()):
+          keys = ', '.join(f'`{row.name}`' for row in api_pages.parameters(value))
+          rows.append((f'[`{name}`](api/{api_pages.Place(module, name).link()})', keys))
+      if rows:
+        lines += [f'## {module}', '', *_table(['name', 'parameters'], rows)]
+  return '\n'.join(lines)
+
+
+def t5x_page() -> str:
+  """Return the page of T5X's names, from the table of `t5x_lite.compat.names`."""
+  rows = names.MODULES.items()
+  moved = [
+    (f'`{module}.{name}`', f'`{place.replace(":", ".")}`')
+    for module, row in rows
+    for name, place in sorted(row.names.items())
+  ]
+  left_out = [
+    (f'`{module}.{name}`', sentence)
+    for module, row in rows
+    for name, sentence in sorted(row.left_out.items())
+  ]
+  left_out += [(f'`{module}`', sentence) for module, sentence in names.LEFT_OUT_MODULES.items()]
   return '\n'.join(
     [
-      f'| {head[0]} | {head[1]} |',
-      '|---|---|',
-      *(f'| {left} | {_cell(right)} |' for left, right in lines),
+      '# Names of T5X',
+      '',
+      'Where the modules and names of T5X are here, from `t5x_lite/compat/names.py`. How to use them is in',
+      '[Move from T5X](../from_t5x.md#names).',
+      '',
+      '## Modules',
+      '',
+      *_table(
+        ['in T5X', 'here'], [(f'`{module}`', f'`{row.here}`') for module, row in rows if row.here]
+      ),
+      '## Names in other places',
+      '',
+      *_table(['in T5X', 'here'], moved),
+      '## Without an equivalent',
+      '',
+      'These names, parameters and values of T5X have no equivalent.',
+      '',
+      *_table(['in T5X', 'instead'], left_out),
     ]
   )
 
 
-def measurement_table(file: str) -> str:
-  """Return the table of the records of a file, the one of the optimizers."""
-  if file != optimizer_records.FILE:
-    raise ValueError(f'{{measurements}} must be {optimizer_records.FILE}, got {file!r}.')
-  return optimizer_records.table(optimizer_records.read())
-
-
-def _parameter_table(what: str) -> str:
-  path = what.partition(' without ')[0]
-  rows = [
-    f'| `{name}` | {_cell(default)} | {_cell(meaning)} |'
-    for name, default, meaning in parameters(what)
-  ]
+def measurement_page() -> str:
+  """Return the page of the recorded measurements of optimizers."""
   return '\n'.join(
-    ['| parameter | default | meaning |', '|---|---|---|', *rows, '', f'API: {{py:obj}}`{path}`']
+    [
+      '# Measurements of optimizers',
+      '',
+      f'The records of `{optimizer_records.FILE}`. [Benchmarks](../benchmarks.md) has the method and the machine.',
+      '',
+      optimizer_records.table(optimizer_records.read()),
+    ]
   )
 
 
-def _flag_table(command: str) -> str:
-  """Return the table of a command; the flags that `train` has with the same meaning are only named."""
-  common = [] if command == 'train' else [row for row in flags(command) if row in flags('train')]
-  rows = [
-    f'| {_cell(f"`{flag}`")} | {_cell(meaning)} |'
-    for flag, meaning in flags(command)
-    if (flag, meaning) not in common
+def configurables() -> dict[str, set[str]]:
+  """Return the names that configurations may use, by the public module that describes them."""
+  found: dict[str, set[str]] = {}
+  for table in (configurable_names.CALLED, configurable_names.PASSED):
+    for module, listed in table.items():
+      if module.startswith(('t5x_lite', 'moe')):
+        for name in listed.split():
+          value = getattr(importlib.import_module(module), name.partition('.')[0])
+          home = api_pages.home(value)
+          if home is not None:
+            found.setdefault(home.page, set()).add(home.name)
+  return found
+
+
+def _table(head: list[str], rows: list[tuple[str, ...]]) -> list[str]:
+  """Return the lines of a table and an empty one."""
+  return [
+    f'| {" | ".join(head)} |',
+    '|---' * len(head) + '|',
+    *(f'| {" | ".join(map(in_cell, row))} |' for row in rows),
+    '',
   ]
-  also = (
-    ['Also ' + ', '.join(f'`{flag}`' for flag, _ in common) + ', as for [train](#flags).']
-    if common
-    else []
-  )
-  return '\n'.join(['| flag | meaning |', '|---|---|', *rows, '', *also])
-
-
-def _meanings(described: object) -> dict[str, str]:
-  """Return the descriptions of parameters by name, from the docstrings of a class, its `__init__` and its bases."""
-  meanings = {}
-  for owner in inspect.getmro(described) if inspect.isclass(described) else (described,):
-    for doc in (
-      owner.__doc__,
-      getattr(vars(owner).get('__init__'), '__doc__', None) if inspect.isclass(owner) else None,
-    ):
-      for section in _SECTION.finditer(inspect.cleandoc(doc or '') + '\n'):
-        for name, meaning in _ENTRY.findall(section[1]):
-          if name not in meanings or meanings[name].startswith(
-            'see `'
-          ):  # a base class describes it
-            meanings[name] = _one_line(re.sub(r':\w+:`', '`', meaning))
-  return meanings
-
-
-def _as_written(value: object) -> str:
-  if isinstance(value, enum.Enum):
-    return value.name
-  return value.__name__ if inspect.isfunction(value) or inspect.isclass(value) else repr(value)
 
 
 def _value_name(action: argparse.Action) -> str | None:
   if action.nargs == 0:
     return None
   return action.metavar or '|'.join(action.choices or ()) or action.dest
-
-
-def _one_line(text: str) -> str:
-  return re.sub(r'\s+', ' ', text).strip()
-
-
-def _cell(text: str) -> str:
-  """Return a text in which signs of Markdown and tables outside backquotes are only signs."""
-  parts = re.split(r'(`[^`]*`)', text)
-  parts[::2] = [re.sub(r'([<*_\\])', r'\\\1', part) for part in parts[::2]]
-  return ''.join(parts).replace('|', r'\|')

@@ -1,9 +1,8 @@
 """The pages agree with the code: tables with docstrings and files, links with pages, commands with gin.
 
-Tables of parameters and flags are made of docstrings and `--help` by `docs/tables.py`, so these must be complete. A
-table that a comment marks, e.g. `<!-- macros: runs/train.gin -->`, is compared with the code that it describes. Gin
-files and modules that a page shows under their names (a line that ends with "`name.gin`:" before the block) are written
-to a folder, in which the page's commands must find them.
+A table that a comment marks, e.g. `<!-- exit statuses -->`, is compared with the code that it describes. Gin files and
+modules that a page shows under their names (a line that ends with "`name.gin`:" before the block) are written to a
+folder, in which the page's commands must find them. `test_docs_reference.py` tests the generated pages.
 """
 
 import ast
@@ -53,7 +52,6 @@ from t5x_lite.checkpoints import hugging_face
 from t5x_lite.checkpoints import sources as checkpoint_sources
 from t5x_lite.checkpoints.hugging_face import gin_files as hugging_face_gin
 from t5x_lite.command_line import cli
-from t5x_lite.compat import names
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.optimizers.base import layouts
 from tests.data import registries
@@ -71,11 +69,6 @@ _PAGES = {
   path.relative_to(_ROOT).as_posix(): notebooks.markdown(path)
   for path in sorted(notebooks.FOLDER.glob('*.ipynb'))
 }
-
-sys.path.insert(0, str(_ROOT / 'docs'))
-tables = importlib.import_module('tables')
-
-del sys.path[0]
 
 _REFERENCE = _PAGES['docs/configuration.md'] + _PAGES['docs/moe.md']
 _TABLE = re.compile(r'<!-- (?P<kind>[\w ]+?)(?:: (?P<what>[^>]*?))? -->\n\n(?P<rows>(?:\|.*\n)+)')
@@ -121,90 +114,6 @@ def _ids(kind):
 # Tables
 
 
-def _blocks(kind):
-  """Returns the contents of the blocks that `docs/tables.py` replaces by tables."""
-  found = [
-    block['what']
-    for text in _PAGES.values()
-    for block in tables.BLOCK.finditer(text)
-    if block['kind'] == kind
-  ]
-  assert found, kind
-  return found
-
-
-@pytest.mark.parametrize('what', _blocks('parameters'))
-def test_every_parameter_has_a_description(what):
-  omitted = set(what.partition(' without ')[2].split())
-  assert omitted <= set(inspect.signature(pkgutil.resolve_name(what.split()[0])).parameters)
-  assert [name for name, _, meaning in tables.parameters(what) if not meaning] == []
-
-
-def test_every_command_has_a_table_of_described_flags():
-  assert set(_blocks('flags')) == set(commands.COMMANDS)
-  for command in commands.COMMANDS:
-    assert [flag for flag, meaning in tables.flags(command) if not meaning] == []
-
-
-def test_choices_of_a_flag_stay_in_its_cell():
-  table = tables.expand('```{flags}\ninfer\n```')
-  assert '| `--input_format=auto\\|text\\|jsonl\\|csv\\|tsv\\|parquet\\|arrow` |' in table
-  assert {
-    len(re.findall(r'(?<!\\)\|', line)) for line in table.splitlines() if line.startswith('|')
-  } == {3}
-
-
-def test_no_block_is_left():
-  for text in _PAGES.values():
-    assert not re.search(r'```\{(parameters|flags|t5x|measurements)', tables.expand(text))
-
-
-def test_tables_show_defaults_and_the_descriptions_of_base_classes():
-  rows = {
-    name: (default, meaning)
-    for name, default, meaning in tables.parameters('t5x_lite.models.DecoderOnlyModel')
-  }
-  assert rows['module'][0] == 'required'
-  assert rows['decode_fn'][0] == '`temperature_sample`'
-  assert rows['z_loss'][0] == '`0.0`' and rows['z_loss'][1].startswith(
-    'coefficient'
-  )  # of `BaseTransformerModel`
-  assert 'atol' not in dict(
-    row[:2] for row in tables.parameters('t5x_lite.trainer.EarlyStoppingAction without atol')
-  )
-
-
-@pytest.mark.parametrize('file', _ids('macros'))
-def test_macros_and_defaults(file):
-  text = (gin_syntax.packaged_folder() / file).read_text()
-  macros = dict(re.findall(r'^([A-Z][A-Z_]*) = (.*?)(?:\s+#.*)?$', text, re.MULTILINE))
-  rows = dict(_tables('macros'))[file]
-  assert {_names(row[0])[0] for row in rows} == set(macros)
-  for cell, default, meaning in rows:
-    value = macros[_names(cell)[0]]
-    assert (value if value != '%gin.REQUIRED' else 'required') == (
-      default if default == 'required' else _names(default)[0]
-    ), cell
-    assert meaning, cell
-
-
-def test_both_files_with_partitions_have_the_macro_that_one_table_describes():
-  for name in ('tensor_parallel', '2d'):
-    text = (gin_syntax.packaged_folder() / f'partitioning/{name}.gin').read_text()
-    assert re.findall(r'^([A-Z_]+) = (.*)$', text, re.MULTILINE) == [('NUM_PARTITIONS', '2')]
-
-
-def test_every_packaged_file_is_listed():
-  listed = {_names(row[0])[0] for _, rows in _tables('files') for row in rows}
-  for _, rows in _tables('models'):
-    for row in rows:
-      stem, sizes = re.fullmatch(r'(.*)\{(.*)\}\.gin', _names(row[1])[0]).groups()
-      listed |= {f'{stem}{size.strip()}.gin' for size in sizes.split(',')}
-  listed |= {f'optimizers/{stem}.gin' for stem, *_ in _optimizer_rows()}
-  # Files of T5X's paths have T5X's names.
-  assert listed == {name for name in gin_syntax.packaged_files() if not name.startswith('t5x/')}
-
-
 def test_learning_rate_factors():
   listed = [_names(row[0])[0] for _, rows in _tables('factors') for row in rows]
   with pytest.raises(errors.ConfigError) as caught:
@@ -240,15 +149,6 @@ def test_exit_statuses():
   assert listed == {int(code) for code in errors.ExitCode} | {1, 130}
 
 
-def test_the_page_about_t5x_has_all_of_its_names():
-  assert set(_blocks('t5x')) == {'modules', 'names', 'left_out'}
-  page = tables.expand(_PAGES['docs/from_t5x.md'])
-  for module, row in names.MODULES.items():
-    assert not row.here or f'| `{module}` | `{row.here}` |' in page
-    for name in (*row.names, *row.left_out):
-      assert f'| `{module}.{name}` | ' in page
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Links
 
@@ -279,8 +179,7 @@ def test_index_lists_every_page():
   pages = {
     os.path.splitext(page.removeprefix('docs/'))[0] for page in _PAGES if page.startswith('docs/')
   }
-  # `make docs` writes the API reference.
-  assert sorted(listed) == sorted(pages - {'index'} | {'api/index'})
+  assert sorted(listed) == sorted(pages - {'index'} | {'reference/index'})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -530,26 +429,6 @@ def test_optimizers_have_the_rate_and_the_state_that_are_said(stem, rate, state)
 
 def test_ratios_of_optimizers_are_recorded():
   assert optimizer_records.faults(_OPTIMIZERS, _RECORDS) == []
-
-
-def test_the_page_of_benchmarks_has_all_records_of_optimizers():
-  (what,) = _blocks('measurements')
-  rows = [
-    [cell.strip() for cell in line.strip('|').split('|')]
-    for line in tables.measurement_table(what).splitlines()
-  ]
-  head, _, *figures = rows
-  assert {len(row) for row in rows} == {1 + 2 * 5} and 'T5 small: step, ms' in head
-  assert {(_names(row[0])[0], params) for row in figures for params in ('set', 't5_small')} == set(
-    _RECORDS
-  )
-  with pytest.raises(ValueError, match="got 'other.jsonl'"):
-    tables.expand('```{measurements}\nother.jsonl\n```')
-  (adam,) = [row for row in figures if row[0] == '`adam`']
-  record = _RECORDS['adam', 't5_small']
-  assert [float(cell) for cell in adam[6:]] == pytest.approx(
-    [record.step_ms, record.slowest_ms, record.ratio, record.compile_s, 8], rel=5e-3
-  )
 
 
 def test_records_of_optimizers_are_measurements():

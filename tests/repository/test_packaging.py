@@ -33,7 +33,6 @@ _LEFTOVERS = (
   '.venv/bin/python',
   '.jax_cache/program',
   'docs/_build/index.html',
-  'docs/api/moe.rst',
   'docs/jupyter_execute/notebooks/experts.ipynb',
   'build/lib/moe/old.py',
   't5x_lite/__pycache__/cli.cpython-311.pyc',

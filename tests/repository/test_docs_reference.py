@@ -1,0 +1,114 @@
+"""The generated reference agrees with the code, is complete, and its links resolve."""
+
+import functools
+import pathlib
+import re
+
+import pytest
+
+from benchmarks import optimizer_records
+from docs import api_pages
+from docs import make_reference
+from docs import tables
+from t5x_lite import errors
+from t5x_lite.apps import commands
+from t5x_lite.compat import names
+from t5x_lite.configuration import syntax
+
+_ROOT = pathlib.Path(__file__).parents[2]
+_COMMITTED = {
+  path.relative_to(make_reference.FOLDER).as_posix(): path.read_text(encoding='utf-8')
+  for path in make_reference.FOLDER.rglob('*.md')
+}
+
+
+@functools.cache
+def _pages():
+  return make_reference.pages()
+
+
+def _cells(page):
+  """Return the rows of all tables of a page, as lists of cells."""
+  return [
+    [cell.strip() for cell in re.split(r'(?<!\\)\|', line)[1:-1]]
+    for line in page.splitlines()
+    if line.startswith('|')
+  ]
+
+
+def test_committed_pages_are_those_of_the_code():
+  made = _pages()
+  differing = sorted(path for path in made if made[path] != _COMMITTED.get(path))
+  assert differing == [], 'run `make reference`'
+  assert sorted(_COMMITTED) == sorted(made), 'run `make reference`'
+
+
+@pytest.mark.parametrize('path', sorted(_COMMITTED))
+def test_links_resolve(path):
+  text = re.sub(r'```.*?```', '', _COMMITTED[path], flags=re.DOTALL)
+  folder = (make_reference.FOLDER / path).parent
+  for target in re.findall(r'\]\(([^)\s]+)\)', text):
+    if '://' not in target:
+      file, _, anchor = target.partition('#')
+      linked = folder / file if file else make_reference.FOLDER / path
+      assert linked.exists(), target
+      headings = re.findall(r'^#+ (.*)$', linked.read_text(encoding='utf-8'), re.MULTILINE)
+      assert not anchor or anchor in api_pages.anchors(headings).values(), target
+
+
+def test_anchors_of_equal_headings_are_numbered():
+  assert api_pages.anchors(['Chat', 'Chat.answer', 'chat', 'A b_c!']) == {
+    'Chat': 'chat',
+    'Chat.answer': 'chatanswer',
+    'chat': 'chat-1',
+    'A b_c!': 'a-b_c',
+  }
+
+
+def test_rows_have_the_cells_of_their_heads():
+  for path, text in _pages().items():
+    for table in re.findall(r'(?:^\|.*\n)+', re.sub(r'```.*?```', '', text, flags=re.DOTALL), re.M):
+      assert len({len(row) for row in _cells(table)}) == 1, (path, table)
+
+
+def test_flags_are_described():
+  page = _pages()['flags.md']
+  for command in commands.COMMANDS:
+    assert f'\n## {command}\n' in page
+    assert [flag for flag, meaning in tables.flags(command) if not meaning] == []
+  assert '| `--input_format=auto\\|text\\|jsonl\\|csv\\|tsv\\|parquet\\|arrow` |' in page
+  assert '| `--inputs, --input_template=TEMPLATE` |' in page
+
+
+def test_every_packaged_file_is_listed():
+  listed = {row[0].strip('`') for row in _cells(_pages()['gin_files.md'])}
+  assert set(syntax.packaged_files()) <= listed
+  assert all(tables.summary(file) for file in syntax.packaged_files())
+
+
+def test_t5x_names_are_listed():
+  page = _pages()['t5x_names.md']
+  for module, row in names.MODULES.items():
+    assert not row.here or f'| `{module}` | `{row.here}` |' in page
+    for name in (*row.names, *row.left_out):
+      assert f'| `{module}.{name}` | ' in page
+
+
+def test_records_of_optimizers_are_listed():
+  head, _, *figures = _cells(_pages()['optimizer_measurements.md'])
+  assert len(head) == 1 + 2 * 5 and 'T5 small: step, ms' in head
+  records = optimizer_records.read()
+  assert {(row[0].strip('`'), params) for row in figures for params in ('set', 't5_small')} == set(
+    records
+  )
+  (adam,) = [row for row in figures if row[0] == '`adam`']
+  record = records['adam', 't5_small']
+  assert [float(cell) for cell in adam[6:]] == pytest.approx(
+    [record.step_ms, record.slowest_ms, record.ratio, record.compile_s, 8], rel=5e-3
+  )
+
+
+def test_exit_statuses_are_in_the_configuration():
+  page = (_ROOT / 'docs/configuration.md').read_text(encoding='utf-8')
+  listed = {row[0] for row in _cells(page)}
+  assert {str(int(code)) for code in errors.ExitCode} <= listed
