@@ -17,6 +17,8 @@ WORKERS ?= 2
 # Emulators of object stores, and trackers: `no` goes without them.
 STORES ?= yes
 ARGS ?=
+# What `make test-docs` runs; default: all pages.
+PAGES ?=
 # The kit for a GPU (benchmarks/gpu): wheels of what JAX does not bring, and sizes, `tiny` for a rehearsal on a CPU.
 GPU_VENV := .venv-gpu
 GPU_PY := $(GPU_VENV)/bin/python
@@ -120,7 +122,7 @@ BENCHMARKS := \
   shampoo \
   trackers
 
-.PHONY: help train test test-fast test-full test-interop test-t5x lint format types mutants soak bench gpu gpu-wheels reference docs dist locks clean
+.PHONY: help train test test-fast test-full test-interop test-t5x test-docs lint format types mutants soak bench gpu gpu-wheels reference docs dist locks clean
 
 help: ## list the targets
 	@echo 'usage: make TARGET [PYTHON=/path/to/python3.13] [RUN=runs/name] [RECIPE=recipes/file.gin] [ARGS="--gin.TRAIN_STEPS=1000"]'
@@ -143,6 +145,9 @@ test-interop: $(INTEROP_STAMP) ## compare the recorded results of PyTorch, trans
 
 test-t5x: $(STAMP) ## T5X=PATH: T5X's gin files and own tests from a checkout, with t5x_lite's objects (2 minutes)
 	$(PY) -m tests.t5x '$(T5X)'
+
+test-docs: train ## run every command of README and docs, or of PAGES, in copies of the checkout (at most 15 minutes)
+	$(PY) -m tests.repository.docs_commands $(PAGES)
 
 mutants: $(STAMP) ## apply small changes to a copy of the code, each of which a test must notice (slow)
 	$(PY) -m tests.mutation --jobs $(WORKERS) $(ARGS)

@@ -55,6 +55,7 @@ from t5x_lite.command_line import cli
 from t5x_lite.configuration import syntax as gin_syntax
 from t5x_lite.optimizers.base import layouts
 from tests.data import registries
+from tests.repository import docs_commands
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _PAGES = {
@@ -68,9 +69,6 @@ _PAGES = {
 
 _REFERENCE = _PAGES['docs/configuration.md'] + _PAGES['docs/moe.md']
 _TABLE = re.compile(r'<!-- (?P<kind>[\w ]+?)(?:: (?P<what>[^>]*?))? -->\n\n(?P<rows>(?:\|.*\n)+)')
-_NAMED_BLOCK = re.compile(
-  r'`(?P<name>[\w/]+\.(?:gin|py))`:\n\n```(?:gin|python)\n(?P<text>.*?)```', re.DOTALL
-)
 # In place of a sentencepiece model, which does not come with t5x_lite.
 _NO_VOCABULARY = """
 from __gin__ import dynamic_registration
@@ -187,7 +185,12 @@ def test_index_lists_every_page():
 
 def _shell_blocks(text):
   """Returns the page's blocks of shell commands and the notebook cells with such."""
-  return re.findall(r'```(?:sh|\{code-cell\} ipython3\n%%bash -e)\n(.*?)```', text, re.DOTALL)
+  magic = '%%bash -e\n'
+  return [
+    fence.text.removeprefix(magic)
+    for fence in docs_commands.read_fences('page', text)
+    if fence.language == 'sh' or fence.text.startswith(magic)
+  ]
 
 
 def _commands(text):
@@ -206,14 +209,6 @@ def _commands(text):
         if words[1] == 'launch':
           commands.append(words[words.index('--') + 1 :])
   return commands
-
-
-def _write_files(text, folder):
-  """Writes the files that a page shows."""
-  for match in _NAMED_BLOCK.finditer(text):
-    path = folder / match['name']
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(match['text'])
 
 
 _NOTEBOOKS = [page for page in _PAGES if page.startswith('docs/notebooks/')]
@@ -271,7 +266,7 @@ def shown_files(tmp_path, monkeypatch):
   before = set(sys.modules)
 
   def enter(page):
-    _write_files(_PAGES[page], tmp_path)
+    docs_commands.write_files(docs_commands.read_fences(page, _PAGES[page]), tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     registries.isolate(monkeypatch)
@@ -407,7 +402,8 @@ def _seams():
 @pytest.mark.parametrize('example, inside', _seams())
 def test_seams_have_the_lines_and_files_that_are_said(example, inside):
   if link := re.fullmatch(r'\[(.*)\]\((.*)#.*\): (\d+)', example):
-    shown = {m['name']: m['text'] for m in _NAMED_BLOCK.finditer(_PAGES[f'docs/{link[2]}'])}
+    page = f'docs/{link[2]}'
+    shown = {fence.name: fence.text for fence in docs_commands.read_fences(page, _PAGES[page])}
     assert int(link[3]) == sum(shown[name].count('\n') for name in _names(link[1]))
   else:
     assert example.startswith('none: ')

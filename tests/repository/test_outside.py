@@ -74,6 +74,7 @@ def test_called_targets_exist():
     'lint',
     'types',
     'test',
+    'test-docs',
     'test-interop',
     'docs',
     'dist',
