@@ -147,7 +147,7 @@ test-interop: $(INTEROP_STAMP) ## compare the recorded results of PyTorch, trans
 test-t5x: $(STAMP) ## T5X=PATH: T5X's gin files and own tests from a checkout, with t5x_lite's objects (2 minutes)
 	$(PY) -m tests.t5x '$(T5X)'
 
-test-docs: train ## run every command of README and docs, or of PAGES, in copies of the checkout (at most 15 minutes)
+test-docs: $(STORES_STAMP) train ## run every command of README and docs, or of PAGES, in copies of the checkout (at most 15 minutes)
 	$(PY) -m tests.repository.docs_commands $(PAGES)
 
 mutants: $(STAMP) ## apply small changes to a copy of the code, each of which a test must notice (slow)

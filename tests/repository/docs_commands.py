@@ -248,9 +248,10 @@ class Page:
     self._folder = folder
     self._fence_limit = fence_limit
     self._log = home / 'output.txt'
+    self._shell: subprocess.Popen | None = None
     self._python: subprocess.Popen | None = None
-    temporary = home / 'tmp'
-    temporary.mkdir(parents=True)
+    self._is_stopped = False
+    self._temporary = home / 'tmp'
     self._environment = {
       name: os.environ[name] for name in _COPIED_VARIABLES if name in os.environ
     } | {
@@ -261,7 +262,7 @@ class Page:
       'NO_PROXY': 'localhost,127.0.0.1',
       'PATH': os.pathsep.join([os.path.join(sys.prefix, 'bin'), os.environ['PATH']]),
       'PIP_NO_INDEX': '1',
-      'TMPDIR': str(temporary),
+      'TMPDIR': str(self._temporary),
       'XDG_CACHE_HOME': str(cache),
     }
 
@@ -272,9 +273,12 @@ class Page:
       fences: all fences of the page.
       deadline: value of `time.monotonic()` at which running commands are killed, and no other is started.
     """
+    self._temporary.mkdir(parents=True)
     write_files(fences, self._folder)
     try:
       for fence in fences:
+        if self._is_stopped:
+          return
         if fence.name:
           _write_file(fence, self._folder)
         elif fence.is_command and not fence.reason:
@@ -282,6 +286,13 @@ class Page:
     finally:
       if self._python is not None:
         _kill(self._python)
+
+  def stop(self) -> None:
+    """Kill what runs, in another thread, and start nothing else."""
+    self._is_stopped = True
+    for process in (self._shell, self._python):
+      if process is not None:
+        _kill(process)
 
   def _run(self, fence: Fence, deadline: float) -> Result:
     self._log.write_bytes(b'')
@@ -323,6 +334,7 @@ class Page:
         stderr=log,
         start_new_session=True,
       )
+    self._shell = process
     try:
       return process.wait(limit)
     except subprocess.TimeoutExpired:
@@ -399,15 +411,8 @@ def copy_checkout(target: pathlib.Path) -> None:
   (environment / '.installed').write_text(f'{target}\n')
 
 
-def _run_page(
-  page: str, fences: Sequence[Fence], work: pathlib.Path, fence_limit: float, deadline: float
-) -> list[Result]:
-  """Run a page in a new copy, print its failures and a line about it, and return its results."""
-  folder = work / page.removesuffix('.md').replace('/', '_')
-  shutil.rmtree(folder, ignore_errors=True)
-  copy_checkout(folder / 'checkout')
-  home = folder / 'home'
-  runner = Page(folder / 'checkout', home, work / 'cache', fence_limit)
+def _run_page(runner: Page, page: str, fences: Sequence[Fence], deadline: float) -> list[Result]:
+  """Run a page, print its failures and a line about it, and return its results."""
   results = []
   for result in runner.run(fences, deadline):
     results.append(result)
@@ -438,13 +443,25 @@ def main(argv: Sequence[str] | None = None) -> int:
   chosen.sort(key=lambda page: -sum(fence.is_command for fence in fences[page]))
   work = _ROOT / 'build/test_docs'
   deadline = begin + args.patience * TOTAL_LIMIT
+  shutil.rmtree(work / 'pages', ignore_errors=True)
   (work / 'cache').mkdir(parents=True, exist_ok=True)
+  runners = {}
+  for page in chosen:
+    folder = work / 'pages' / page.removesuffix('.md').replace('/', '_')
+    copy_checkout(folder / 'checkout')
+    limit = args.patience * FENCE_LIMIT
+    runners[page] = Page(folder / 'checkout', folder / 'home', work / 'cache', limit)
   with futures.ThreadPoolExecutor(args.jobs) as pool:
     jobs = [
-      pool.submit(_run_page, page, fences[page], work, args.patience * FENCE_LIMIT, deadline)
-      for page in chosen
+      pool.submit(_run_page, runner, page, fences[page], deadline)
+      for page, runner in runners.items()
     ]
-    results = [result for job in jobs for result in job.result()]
+    try:
+      results = [result for job in jobs for result in job.result()]
+    except KeyboardInterrupt:
+      for runner in runners.values():
+        runner.stop()
+      raise
   failed = [result.fence.place for result in results if result.failure]
   print(f'\n{len(skipped)} of at most {MAX_NOT_RUN} fences are not run:')
   for fence in skipped:
