@@ -1,7 +1,8 @@
-"""Make the pictures of the documentation from today's code: `make pictures`, which first runs `make train` and `make docs`.
+"""Make the pictures of the documentation from today's code: `make pictures`, after `make train` and `make docs`.
 
-Runs that a picture needs are kept in runs/pictures, so that a second call only draws. Pages are drawn by Chromium through Playwright: that of the environment variable CHROMIUM, else one on
-the path, else Playwright's own (`python -m playwright install chromium`).
+Runs that a picture needs are kept in runs/pictures, so that a second call only draws. Pages are drawn by Chromium
+through Playwright: that of the environment variable CHROMIUM, else one on the path, else Playwright's own
+(`python -m playwright install chromium`).
 """
 
 import os

@@ -92,6 +92,7 @@ def dataset_of_records(
     validation_fraction=None,
     file_format=file_format,
     separator=separator,
+    # Not the run's columns: a header that is read as a record would shift the predictions.
     columns=flags.columns and [name.strip() for name in flags.columns.split(',')],
     inputs=flags.input_template or task.inputs,
     targets=flags.target_template or task.targets,

@@ -319,7 +319,8 @@ class _Reader:
     self._num_to_drop = None  # After an error the position of the source is unknown.
     is_transient = _may_be_transient(error)
     is_final = self._position is None or self._num_failures == self._num_retries or not is_transient
-    # The newest position may contain the error, unless opening it failed.
+    # The newest position may contain the error, unless opening it failed: tf.data reports a position after it has read
+    # ahead. A checkpoint between such a read and the failing batch holds the error; resume from the one before it.
     may_contain_error = was_open and (self._num_failures > 0 or is_final)
     if may_contain_error and self._position is not None and self._position.older is not None:
       self._position = self._position.older
