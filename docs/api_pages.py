@@ -2,7 +2,8 @@
 
 A class or function that several modules offer is described on the page of the module that is closest to its definition.
 Annotations, and defaults that are not plain values, are shown as the source has them, so that pages do not depend on
-the versions of Python and JAX. Constructors of optax's optimizers have only a link to optax's documentation.
+the versions of Python and JAX. Classes and functions of other packages have no text; optax's optimizers have a link to
+its documentation.
 """
 
 import ast
@@ -104,14 +105,16 @@ MODULES = {
 }
 # Longest signature on one line.
 _WIDTH = 88
-_OPTAX = 'https://optax.readthedocs.io/en/latest/api/'
+_OPTAX = 'https://optax.readthedocs.io/en/latest/api'
+# Packages whose docstrings are on the pages.
+_OURS = ('t5x_lite', 'moe')
 # A section of a docstring in Google style, up to the next line that is not indented.
 _SECTION = re.compile(
   r'^(Args|Attributes|Returns|Yields|Raises):\n((?:[ \t].*\n|\n)*)', re.MULTILINE
 )
 _ENTRY = re.compile(r'^  (\*{0,2}\w+(?:, \w+)*): (.*(?:\n(?:    .*|(?=\n)))*)', re.MULTILINE)
-# First words of docstrings that only refer to another one.
-_INHERITED = ('See base class', 'See the class')
+# A docstring that only refers to another one.
+_INHERITED = re.compile(r'See (base class|the class|`[\w.]+`\.$)')
 _CODE = re.compile(r'(`[^`]*`|https?://[^\s)]+)')
 _NAME = re.compile(r'`([A-Za-z_]\w*(?:\.\w+)*)(?:\(\))?`')
 
@@ -207,9 +210,9 @@ def parameters(described: Any) -> list[Parameter]:
   return rows
 
 
-def is_of_optax(described: Any) -> bool:
-  """Return True for a constructor of an optimizer of optax, whose documentation is optax's."""
-  return inspect.isfunction(described) and _unwrapped(described).__module__.startswith('optax')
+def package(described: Any) -> str:
+  """Return the package that documents a class or function: optax for constructors of its optimizers."""
+  return _unwrapped(described).__module__.partition('.')[0]
 
 
 def in_cell(text: str) -> str:
@@ -297,7 +300,8 @@ def _members(cls: type) -> list[tuple[str, Any]]:
     for name, member in vars(cls).items()
     if (name == '__call__' or not name.startswith('_'))
     and (inspect.isfunction(_function(member)) or isinstance(member, property))
-    and not (_function(member).__doc__ or _INHERITED[0]).startswith(_INHERITED)
+    and _function(member).__doc__
+    and not _INHERITED.match(_function(member).__doc__)
   ]
 
 
@@ -346,7 +350,7 @@ def _sources(described: Any) -> dict[str, tuple[str, str]]:
 
   The result of a function has the name `return`.
   """
-  if is_of_optax(described):
+  if package(described) not in _OURS:
     return {}
   if not inspect.isclass(described):
     # A function of the fields of a dataclass (`apps.common.options`).
@@ -514,6 +518,9 @@ def _object(module: str, name: str, value: Any) -> Iterator[str]:
   if not inspect.isclass(value):
     yield from text.of_function(value, name)
     return
+  if package(value) not in _OURS:
+    yield from (_foreign(value, name), '')
+    return
   if _is_called(value):
     yield from ('```python', f'class {_signature_text(value, name)}', '```', '')
   bases = [
@@ -567,8 +574,8 @@ class _Text:
   def of_function(self, function: Any, name: str) -> Iterator[str]:
     """Yield the lines of a function or method: signature, text and tables."""
     yield from ('```python', f'def {_signature_text(function, name)}', '```', '')
-    if is_of_optax(function):
-      yield from (_optax_link(name), '')
+    if package(function) not in _OURS:
+      yield from (_foreign(function, name), '')
       return
     yield from (self.body(_doc(function)), '')
     yield from self.table(function)
@@ -618,7 +625,7 @@ class _Text:
       elif block.startswith('|'):
         blocks.append(block)
       else:
-        blocks.append(self.escaped(block))
+        blocks.append(self.escaped(re.sub(r'(?m)^( *)\* ', r'\1- ', block)))
     return '\n\n'.join(blocks)
 
   def escaped(self, text: str, known: list[Parameter] | None = None) -> str:
@@ -676,8 +683,11 @@ def _escaped(text: str, linked: Callable[[str], str] = str) -> str:
   return ''.join(parts)
 
 
-def _optax_link(name: str) -> str:
-  return (
-    f'The optimizer of [optax]({_OPTAX}) of this name, with its arguments. Without `learning_rate` it uses that of the '
-    'trainer.'
-  )
+def _foreign(described: Any, name: str) -> str:
+  """Return the sentence about a class or function of another package."""
+  if package(described) != 'optax':
+    return f'Of {package(described)}.'
+  module, page = 'optax', 'optimizers'
+  if _unwrapped(described).__module__.startswith('optax.contrib'):
+    module, page = 'optax.contrib', 'contrib'
+  return f'[`{module}.{name}`]({_OPTAX}/{page}.html#{module}.{name}) as `OptaxWrapper`, with its arguments.'

@@ -19,7 +19,7 @@ _FLAG = re.compile(r"(?<![`\w])(--[\w.]+(?:='[^']*'|=[\w./]+)?|[A-Z]+_[A-Z_]+)(?
 _MACRO = re.compile(r'^([A-Z][A-Z0-9_]*) = (.*?)(?:\s+# (.*))?$')
 _INCLUDE = re.compile(r"^include '(.*)'", re.MULTILINE)
 # Folders of files that set macros of others: a macro is listed there only if no other file describes it.
-_EXAMPLES = re.compile(r'recipes/|t5x/.*/examples/')
+_EXAMPLES = re.compile(r'(recipes|t5x)/')
 
 
 class Macro(NamedTuple):
@@ -65,6 +65,11 @@ def flag_page() -> str:
   return '\n'.join(lines)
 
 
+def packaged_files() -> list[str]:
+  """Return the names of the gin files that come with t5x_lite, those of T5X's paths last."""
+  return [*syntax.packaged_files(), *syntax.packaged_files(syntax.T5X_FILES)]
+
+
 def macros(file: str) -> list[Macro]:
   """Return the macros that a packaged gin file sets, in its order."""
   found = []
@@ -82,7 +87,7 @@ def macros(file: str) -> list[Macro]:
 
 def listed_macros() -> dict[str, list[Macro]]:
   """Return the macros with a meaning by packaged file: those of other files first, then of recipes and examples."""
-  files = sorted(syntax.packaged_files(), key=lambda file: bool(_EXAMPLES.search(file)))
+  files = sorted(packaged_files(), key=lambda file: bool(_EXAMPLES.search(file)))
   known: set[str] = set()
   found = {}
   for file in files:
@@ -138,7 +143,7 @@ def file_page() -> str:
     '',
   ]
   folders: dict[str, list[str]] = {}
-  for file in syntax.packaged_files():
+  for file in packaged_files():
     folders.setdefault(file.partition('/')[0], []).append(file)
   for folder, files in folders.items():
     lines += [f'## {folder}', '']

@@ -40,7 +40,6 @@ from t5x_lite import losses
 from t5x_lite import models
 from t5x_lite import optimizers
 from t5x_lite import runtime
-from t5x_lite import schedules
 from t5x_lite import tree_utils
 from t5x_lite.apps import commands
 from t5x_lite.apps.chat import command as chat
@@ -106,20 +105,8 @@ def _names(cell):
   return re.findall(r'`([^`]+)`', cell)
 
 
-def _ids(kind):
-  return [what for what, _ in _tables(kind)]
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Tables
-
-
-def test_learning_rate_factors():
-  listed = [_names(row[0])[0] for _, rows in _tables('factors') for row in rows]
-  with pytest.raises(errors.ConfigError) as caught:
-    schedules.create_learning_rate_scheduler('nothing')
-  known = re.findall(r"'(\w+)'", str(caught.value).partition(', got ')[0])
-  assert listed == known
 
 
 def test_loss_factors():

@@ -1,6 +1,9 @@
 """The generated reference agrees with the code, is complete, and its links resolve."""
 
 import functools
+import importlib
+import inspect
+import operator
 import pathlib
 import re
 
@@ -11,8 +14,10 @@ from docs import api_pages
 from docs import make_reference
 from docs import tables
 from t5x_lite import errors
+from t5x_lite import schedules
 from t5x_lite.apps import commands
 from t5x_lite.compat import names
+from t5x_lite.configuration import configurable_names
 from t5x_lite.configuration import syntax
 
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -82,8 +87,56 @@ def test_flags_are_described():
 
 def test_every_packaged_file_is_listed():
   listed = {row[0].strip('`') for row in _cells(_pages()['gin_files.md'])}
-  assert set(syntax.packaged_files()) <= listed
-  assert all(tables.summary(file) for file in syntax.packaged_files())
+  found = syntax.packaged_folder().rglob('*.gin')
+  assert {path.relative_to(syntax.packaged_folder()).as_posix() for path in found} <= listed
+  assert all(tables.summary(file) for file in tables.packaged_files())
+
+
+def test_every_macro_is_described():
+  """A macro without a comment is described in another file, such as one that it includes."""
+  for file, rows in tables.listed_macros().items():
+    assert [macro.name for macro in rows if not macro.meaning] == [], file
+  described = {macro.name for rows in tables.listed_macros().values() for macro in rows}
+  for file in tables.packaged_files():
+    text = (syntax.packaged_folder() / file).read_text(encoding='utf-8')
+    assert set(re.findall(r'^([A-Z][A-Z0-9_]*) *=', text, re.MULTILINE)) <= described, file
+  page = _pages()['macros.md']
+  assert '| `TRAIN_STEPS` | required | step at which the run ends, ' in page
+  assert (
+    '| `GRANULARITY` | `1` | Number of slices of a dense block; ' in page
+  )  # from the lines above
+
+
+def test_parameters_are_those_of_configurable_names():
+  """Each name that a configuration may use is described, with its parameters and their meanings."""
+  page = _pages()['parameters.md']
+  for table in (configurable_names.CALLED, configurable_names.PASSED):
+    for module, listed in table.items():
+      if module.startswith(('optax', 'seqio')):
+        continue
+      for name in listed.split():
+        if name.startswith('_'):
+          continue
+        value = operator.attrgetter(name)(importlib.import_module(module))
+        home = api_pages.home(value)
+        assert home is not None, f'{module}.{name}'
+        if '.' not in home.name:
+          (row,) = [row for row in _cells(page) if row[0] == f'[`{home.name}`](api/{home.link()})']
+          shown = re.findall(r'`(\w+)`', row[1])
+          assert shown == [each.name for each in api_pages.parameters(value)]
+        if api_pages.package(value) in ('t5x_lite', 'moe'):
+          # Some have one sentence instead of descriptions.
+          described = {bool(each.meaning) for each in api_pages.parameters(value)}
+          assert len(described) < 2 and inspect.getdoc(value), name
+
+
+def test_learning_rate_factors_are_described():
+  with pytest.raises(errors.ConfigError) as caught:
+    schedules.create_learning_rate_scheduler('nothing')
+  known = re.findall(r"'(\w+)'", str(caught.value).partition(', got ')[0])
+  assert len(known) > 5
+  for factor in known:
+    assert f'\n- `{factor}`: ' in _pages()['api/t5x_lite.schedules.md']
 
 
 def test_t5x_names_are_listed():
