@@ -335,13 +335,13 @@ def _is_called(cls: type) -> bool:
 
 
 def _signature(described: Any) -> dict[str, inspect.Parameter]:
-  """Return the parameters of a function or constructor by name, without those that Flax adds to modules."""
+  """Return the parameters by name, without `self`, `cls` and those that Flax adds to modules."""
   if inspect.isclass(described) and not _is_called(described):
     return {}
   found = dict(inspect.signature(described).parameters)
   if inspect.isclass(described) and issubclass(described, nn.Module):
     del found['parent'], found['name']
-  return found
+  return {name: parameter for name, parameter in found.items() if name not in ('self', 'cls')}
 
 
 @functools.cache
@@ -448,8 +448,6 @@ def _signature_text(described: Any, name: str) -> str:
       equals = ' = ' if annotation else '='
       text += equals + _as_written(parameter.default, source)
     shown.append(text)
-  if shown and shown[0] in ('self', 'cls'):
-    del shown[0]
   result = sources.get('return', ('', ''))[0]
   end = f' -> {result}' if result else ''
   line = f'{name}({", ".join(shown)}){end}'
@@ -590,7 +588,7 @@ class _Text:
 
   def table(self, described: Any) -> Iterator[str]:
     """Yield the table of parameters, and that of further attributes."""
-    rows = [row for row in parameters(described) if row.name not in ('self', 'cls')]
+    rows = parameters(described)
     if any(row.meaning for row in rows):
       yield from ('| parameter | default | meaning |', '|---|---|---|')
       for row in rows:
