@@ -1,22 +1,17 @@
 """The pages that a reader opens first agree with the repository: README, AGENTS.md, `llms.txt`, the index."""
 
-import importlib
 import pathlib
 import re
-import sys
 
 import pytest
+
+from docs import llms
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _README = (_ROOT / 'README.md').read_text(encoding='utf-8')
 _INDEX = (_ROOT / 'docs/index.md').read_text(encoding='utf-8')
 _AGENTS = (_ROOT / 'AGENTS.md').read_text(encoding='utf-8')
 _URL = re.search(r"^_URL = '(.*)'$", (_ROOT / 'setup.py').read_text(), re.MULTILINE)[1]
-
-sys.path.insert(0, str(_ROOT / 'docs'))
-llms = importlib.import_module('llms')
-
-del sys.path[0]
 
 
 def test_readme_is_short():
