@@ -174,9 +174,9 @@ def test_index_lists_every_page():
 
 
 def _shell_blocks(text):
-  """Returns the page's blocks of shell commands."""
+  """Returns the page's blocks of shell commands, without those that show an error."""
   fences = docs_commands.read_fences('page', text)
-  return [fence.text for fence in fences if fence.language == 'sh']
+  return [fence.text for fence in fences if fence.language == 'sh' and not fence.status]
 
 
 def _commands(text):

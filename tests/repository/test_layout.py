@@ -19,6 +19,8 @@ _ROOT = pathlib.Path(__file__).parents[2]
   'name',
   [
     'README.md',
+    'AGENTS.md',
+    'llms.txt',
     'setup.py',
     'pyproject.toml',
     'Makefile',
