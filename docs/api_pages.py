@@ -534,7 +534,8 @@ def _object(module: str, name: str, value: Any) -> Iterator[str]:
       yield f'| `{member}` | `{each.value!r}` |'
     yield ''
   for key, member in _members(value):
-    yield from (f'### {name}.{key}', '')
+    heading = f'{name}.{key}'.replace('__', r'\_\_')  # not bold
+    yield from (f'### {heading}', '')
     if isinstance(member, property | functools.cached_property):
       yield from (text.body(_doc(_function(member))), '')
     else:
