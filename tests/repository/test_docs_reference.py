@@ -1,8 +1,10 @@
 """The generated reference agrees with the code, is complete, and its links resolve."""
 
+import argparse
 import functools
 import importlib
 import inspect
+import itertools
 import operator
 import pathlib
 import re
@@ -70,6 +72,15 @@ def test_anchors_of_equal_headings_are_numbered():
   }
 
 
+@pytest.mark.parametrize('path', sorted(_COMMITTED))
+def test_github_shows_the_pages_as_they_are(path):
+  """No directives, which only Sphinx knows, and no tags outside of code."""
+  text = re.sub(r'```(?:python|pycon|text)\n.*?```\n', '', _COMMITTED[path], flags=re.DOTALL)
+  assert '```' not in text
+  text = re.sub(r'`[^`\n]*`', '', text).replace('<!-- ', '')
+  assert re.findall(r'(?<!\\)<\w.*', text) == []
+
+
 def test_rows_have_the_cells_of_their_heads():
   for path, text in _pages().items():
     for table in re.findall(r'(?:^\|.*\n)+', re.sub(r'```.*?```', '', text, flags=re.DOTALL), re.M):
@@ -78,8 +89,14 @@ def test_rows_have_the_cells_of_their_heads():
 
 def test_flags_are_described():
   page = _pages()['flags.md']
-  for command in commands.COMMANDS:
-    assert f'\n## {command}\n' in page
+  assert [line[3:] for line in page.splitlines() if line.startswith('## ')] == list(
+    commands.COMMANDS
+  )
+  for command, section in zip(commands.COMMANDS, page.split('\n## ')[1:], strict=True):
+    parser = argparse.ArgumentParser(add_help=False)
+    commands.COMMANDS[command].add_arguments(parser)
+    for flag in itertools.chain.from_iterable(action.option_strings for action in parser._actions):
+      assert re.search(rf'{re.escape(flag)}(?![\w.])', section), (command, flag)
     assert [flag for flag, meaning in tables.flags(command) if not meaning] == []
   assert '| `--input_format=auto\\|text\\|jsonl\\|csv\\|tsv\\|parquet\\|arrow` |' in page
   assert '| `--inputs, --input_template=TEMPLATE` |' in page
