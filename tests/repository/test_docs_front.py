@@ -47,7 +47,7 @@ def test_llms_txt_links_all_pages_of_the_table():
 
 def test_agents_page_names_targets_and_folders():
   makefile = (_ROOT / 'Makefile').read_text()
-  targets = re.findall(r'`make ([\w-]+)`', _AGENTS)
+  targets = re.findall(r'`make ([\w-]+)[ `]', _AGENTS)
   assert len(targets) > 5
   for target in targets:
     assert re.search(rf'^{target}:', makefile, re.MULTILINE), target
@@ -77,3 +77,16 @@ def test_install_page_lists_the_extras_and_the_pythons():
   rows = re.search(r'\| Python \| JAX .*\n\|[-|]+\n((?:\|.*\n)+)', page)[1]
   tested = [row.split('|')[1] for row in rows.splitlines() if '| tested' in row]
   assert set(re.findall(r'3\.\d+', ' '.join(tested))) == locks
+
+
+@pytest.mark.parametrize('page', ['AGENTS.md', 'CONTRIBUTING.md', 'SECURITY.md'])
+def test_links_of_pages_for_developers_resolve(page):
+  """`test_docs.py` tests those of README and docs."""
+  links = re.findall(r'\]\(([^)\s]+)\)', (_ROOT / page).read_text(encoding='utf-8'))
+  assert links
+  for file, _, anchor in (link.partition('#') for link in links if '://' not in link):
+    text = (_ROOT / file).read_text(encoding='utf-8') if file.endswith('.md') else ''
+    assert (_ROOT / file).exists(), file
+    headings = re.findall(r'^#+ (.*)$', text, re.MULTILINE)
+    anchors = {re.sub(r'[^\w\- ]', '', each.lower()).replace(' ', '-') for each in headings}
+    assert not anchor or anchor in anchors, (file, anchor)
