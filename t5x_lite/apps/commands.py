@@ -66,4 +66,5 @@ COMMANDS: dict[str, Command] = {
     'show the sharding and memory of each array of a model and its optimizer',
     't5x_lite.apps.train.train',
   ),
+  'completion': _command('completion', 'print a script for tab completion in bash, zsh or fish'),
 }

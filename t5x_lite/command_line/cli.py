@@ -28,6 +28,7 @@ from t5x_lite import runtime
 from t5x_lite.apps.commands import COMMANDS
 from t5x_lite.apps.common.flags import Command
 from t5x_lite.apps.common.flags import Invocation
+from t5x_lite.apps.common.flags import add_shared_arguments
 from t5x_lite.apps.common.flags import make_invocation
 from t5x_lite.command_line import flags as cli_flags
 from t5x_lite.command_line import standard_streams
@@ -78,7 +79,6 @@ _QUIET_ENVIRONMENT = {
 _ABANDONED_THREADS = ('t5x_lite-data', 't5x_lite-compilation', 't5x_lite-tracker')
 # Commands that compute for long.
 _COMPUTING = ('train', 'eval', 'infer')
-_LOG_LEVELS = ('debug', 'info', 'warning', 'error')
 _EPILOG = """\
 commands (each has a --help):
 {commands}
@@ -535,14 +535,7 @@ def _parser(argv: Sequence[str], program: Program) -> argparse.ArgumentParser:
     sub = commands.add_parser(name, description=description, **shape)
     if argv and argv[0] == name:
       command.add_arguments(sub)
-    sub.add_argument('--debug', action='store_true', help='show the entire traceback of errors')
-    sub.add_argument(
-      '--log_level',
-      choices=_LOG_LEVELS,
-      default='info',
-      help='lowest level of log lines: debug adds '
-      'the name and time of each compiled program; warning and error also hide progress. Default: info',
-    )
+    add_shared_arguments(sub)
   return parser
 
 

@@ -440,6 +440,20 @@ MUTANTS = (
     'tests/command_line/test_flags.py::test_flags_have_the_meaning_of_absl',
   ),
   Mutant(
+    'names_that_a_shell_would_run_are_completed',
+    't5x_lite/apps/completion/candidates.py',
+    ' or not _PLAIN.fullmatch(entry.name)',
+    '',
+    'tests/apps/completion/test_candidates.py::test_candidates[t5x_lite chat runs/cloze -expected15]',
+  ),
+  Mutant(
+    'fences_of_pages_may_fail',
+    'tests/repository/docs_commands.py',
+    'elif status != fence.status:',
+    'elif status < fence.status:',
+    'tests/repository/test_docs_commands.py::test_failures_name_the_command_and_the_others_run',
+  ),
+  Mutant(
     'a_process_without_multiprocess_gpu_waits_for_others',
     't5x_lite/apps/common/flags.py',
     "    mode = 'off'\n",

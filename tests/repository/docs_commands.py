@@ -27,6 +27,8 @@ import subprocess
 import sys
 import time
 
+from tests.mutation import __main__ as mutation_runner
+
 _ROOT = pathlib.Path(__file__).parents[2]
 REASONS = ('network', 'accelerator', 'store', 'program')
 MAX_NOT_RUN = 15
@@ -390,17 +392,7 @@ def copy_checkout(target: pathlib.Path) -> None:
   run = 'runs/keyword_cloze'
   if not (_ROOT / run).is_dir():
     raise FileNotFoundError(f'{run} is missing. Run `make train`, then rerun the command.')
-  listed = subprocess.run(
-    ['git', 'ls-files', '-z', '--cached', '--others', '--exclude-standard'],
-    cwd=_ROOT,
-    capture_output=True,
-    text=True,
-    check=True,
-  ).stdout
-  for name in filter(None, listed.split('\0')):
-    if (_ROOT / name).is_file():  # not deleted
-      (target / name).parent.mkdir(parents=True, exist_ok=True)
-      shutil.copy2(_ROOT / name, target / name)
+  mutation_runner.copy_checkout(target)
   shutil.copytree(_ROOT / run, target / run)
   # `make` finds an environment, and can delete no more than these links.
   environment = target / '.venv'

@@ -101,6 +101,18 @@ _JAX_OPTIONS_WITHOUT_EFFECT = {
 }
 
 
+def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
+  """Add the flags of all commands."""
+  parser.add_argument('--debug', action='store_true', help='show the entire traceback of errors')
+  parser.add_argument(
+    '--log_level',
+    choices=('debug', 'info', 'warning', 'error'),
+    default='info',
+    help='lowest level of log lines: debug adds '
+    'the name and time of each compiled program; warning and error also hide progress. Default: info',
+  )
+
+
 def add_gin_arguments(
   parser: argparse.ArgumentParser, *, compiles: bool = True, computes: bool = True
 ) -> None:

@@ -1,0 +1,1 @@
+"""Tab completion: scripts of shells."""
