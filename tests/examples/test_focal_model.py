@@ -1,4 +1,4 @@
-"""A subclass that changes only the loss: the example of docs/extending.md."""
+"""A subclass that changes only the loss: the example of docs/custom.md."""
 
 import pathlib
 import re
@@ -58,12 +58,13 @@ def test_the_loss_and_nothing_else_is_the_focal_loss():
 
 def test_the_gin_file_needs_only_the_name(monkeypatch):
   monkeypatch.syspath_prepend(str(_FOLDER))
-  page = (_FOLDER.parents[1] / 'docs' / 'extending.md').read_text(encoding='utf-8')
+  page = (_FOLDER.parents[1] / 'docs' / 'custom.md').read_text(encoding='utf-8')
   (shown,) = re.findall(r'`focal.gin`:\n\n```gin\n(.*?)```', page, re.DOTALL)
   text = shown + "MODEL_DIR = 'runs/x'\nZ_LOSS = 0.25\n"
-  configuration = gin_utils.load(
-    't5x_lite.apps.train.train', [gin_syntax.read_text(text, 'own.gin', is_flag=False)]
+  texts = gin_utils.read(
+    ['recipes/keyword_cloze.gin'], [gin_syntax.read_text(text, 'own.gin', is_flag=False)]
   )
+  configuration = gin_utils.load('t5x_lite.apps.train.train', texts)
   model = configuration.argument('model')
   assert model.gamma == 1.0 and model.module.config.emb_dim == 64
   assert model.decode_fn.__name__ == 'greedy_search'

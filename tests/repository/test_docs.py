@@ -183,6 +183,9 @@ def _commands(text):
   """Returns the arguments of each `t5x_lite` command in the page's shell blocks."""
   commands = []
   for block in _shell_blocks(text):
+    # A loop stands for its first round.
+    for name, value in re.findall(r'for (\w+) in ([\w.]+)', block):
+      block = re.sub(rf'\${name}\b|\${{{name}}}', value, block)
     for line in re.sub(r'\\\n', ' ', block).splitlines():
       words = shlex.split(line, comments=True)
       words = list(
@@ -197,6 +200,12 @@ def _commands(text):
   return commands
 
 
+def _linked_examples(page):
+  """Returns the texts of the modules in tests/examples to which the page links, by name."""
+  found = re.findall(r'\]\(\.\./(tests/examples/\w+\.py)\)', _PAGES[page])
+  return {pathlib.Path(name).name: (_ROOT / name).read_text(encoding='utf-8') for name in found}
+
+
 @pytest.fixture
 def shown_files(tmp_path, monkeypatch):
   """Return a function that writes a page's files to a folder, changes to it, and adds it to the import path."""
@@ -204,6 +213,8 @@ def shown_files(tmp_path, monkeypatch):
 
   def enter(page):
     docs_commands.write_files(docs_commands.read_fences(page, _PAGES[page]), tmp_path)
+    for name, text in _linked_examples(page).items():
+      (tmp_path / name).write_text(text, encoding='utf-8')
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     registries.isolate(monkeypatch)
@@ -341,6 +352,7 @@ def test_seams_have_the_lines_and_files_that_are_said(example, inside):
   if link := re.fullmatch(r'\[(.*)\]\((.*)#.*\): (\d+)', example):
     page = f'docs/{link[2]}'
     shown = {fence.name: fence.text for fence in docs_commands.read_fences(page, _PAGES[page])}
+    shown |= _linked_examples(page)
     assert int(link[3]) == sum(shown[name].count('\n') for name in _names(link[1]))
   else:
     assert example.startswith('none: ')
