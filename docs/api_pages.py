@@ -18,7 +18,6 @@ import pathlib
 import re
 import sys
 import textwrap
-import types
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -103,6 +102,7 @@ MODULES = {
     'moe.tools.report',
   ],
 }
+_MODULE_NAMES = [module for modules in MODULES.values() for module in modules]
 # Longest signature on one line.
 _WIDTH = 88
 _OPTAX = 'https://optax.readthedocs.io/en/latest/api'
@@ -151,7 +151,7 @@ class Place(NamedTuple):
 
 def pages() -> dict[str, str]:
   """Return the pages in Markdown by name of the module."""
-  return {module: _page(module) for modules in MODULES.values() for module in modules}
+  return {module: _page(module) for module in _MODULE_NAMES}
 
 
 def index() -> str:
@@ -252,12 +252,11 @@ def _places() -> dict[int, Place]:
   """Return where objects are described, by their id; methods too."""
   offers: dict[int, list[Place]] = {}
   values = {}
-  for modules in MODULES.values():
-    for module in modules:
-      for name, value in _public(module).items():
-        if _is_described(value):
-          values[id(value)] = value
-          offers.setdefault(id(value), []).append(Place(module, name))
+  for module in _MODULE_NAMES:
+    for name, value in _public(module).items():
+      if _is_described(value):
+        values[id(value)] = value
+        offers.setdefault(id(value), []).append(Place(module, name))
   places = {}
   for key, offered in offers.items():
     defined = getattr(values[key], '__module__', '')
@@ -285,11 +284,10 @@ def _anchors(module: str) -> dict[str, str]:
 def _unique_classes() -> dict[str, Any]:
   """Return the public classes by name, if it is the name of one only."""
   found: dict[str, set[Any]] = {}
-  for modules in MODULES.values():
-    for module in modules:
-      for name, value in _public(module).items():
-        if inspect.isclass(value):
-          found.setdefault(name, set()).add(value)
+  for module in _MODULE_NAMES:
+    for name, value in _public(module).items():
+      if inspect.isclass(value):
+        found.setdefault(name, set()).add(value)
   return {name: values.pop() for name, values in found.items() if len(values) == 1}
 
 
@@ -496,8 +494,11 @@ def _page(module: str) -> str:
   constants = []
   for name, value in _public(module).items():
     where = _places().get(id(value)) if _is_described(value) else None
-    if where is None:
-      constants += _constant(found, name)
+    if inspect.ismodule(value):
+      if value.__name__ in _MODULE_NAMES:
+        elsewhere.append(f'[`{name}`]({value.__name__}.md)')
+    elif where is None:
+      constants += _constant(module, name, value)
     elif where != Place(module, name):
       elsewhere.append(f'[`{name}`]({where.link()})')
     else:
@@ -542,25 +543,32 @@ def _object(module: str, name: str, value: Any) -> Iterator[str]:
       yield from text.of_function(_function(member), key)
 
 
-def _constant(module: types.ModuleType, name: str) -> Iterator[str]:
+def _constant(module: str, name: str, value: Any) -> Iterator[str]:
   """Yield the lines of a constant or an alias of a type: its assignment and the comment above it."""
-  source = pathlib.Path(module.__file__ or '').read_text(encoding='utf-8')
-  lines = source.splitlines()
-  for node in ast.parse(source).body:
-    if isinstance(node, ast.Assign | ast.AnnAssign):
-      targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-      if name in map(ast.unparse, targets):
+  loaded = [key for key in sorted(sys.modules) if key.partition('.')[0] in _OURS]
+  for holder in [module, *loaded]:
+    if vars(sys.modules[holder]).get(name) is value:
+      path = pathlib.Path(sys.modules[holder].__file__ or '')
+      lines = path.read_text(encoding='utf-8').splitlines()
+      for node in _assignments(path).get(name, ()):
         comment: list[str] = []
         while (above := lines[node.lineno - 2 - len(comment)]).startswith('# '):
           comment.insert(0, above[2:])
         shown = textwrap.shorten(ast.unparse(node), 200)
         yield from (_escaped(' '.join(comment)), '', '```python', shown, '```', '')
         return
-    elif isinstance(node, ast.ImportFrom):
-      for alias in node.names:
-        if name == (alias.asname or alias.name):
-          yield from _constant(importlib.import_module(node.module or ''), alias.name)
-          return
+
+
+@functools.cache
+def _assignments(path: pathlib.Path) -> dict[str, list[ast.stmt]]:
+  """Return the assignments of a module by name."""
+  found: dict[str, list[ast.stmt]] = {}
+  for node in ast.parse(path.read_text(encoding='utf-8')).body:
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+      targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+      for target in targets:
+        found.setdefault(ast.unparse(target), []).append(node)
+  return found
 
 
 class _Text:
@@ -635,6 +643,8 @@ class _Text:
       name = _NAME.fullmatch(code)
       if name is None or name[1] in names:
         return code
+      if name[1] in _MODULE_NAMES and name[1] != self._module:
+        return f'[{code}]({name[1]}.md)'
       return self.link(code, self._resolve(name[1]))
 
     return _escaped(text, linked)

@@ -9,6 +9,7 @@ import operator
 import pathlib
 import re
 
+import optax
 import pytest
 
 from benchmarks import optimizer_records
@@ -145,6 +146,22 @@ def test_parameters_are_those_of_configurable_names():
           # Some have one sentence instead of descriptions.
           described = {bool(each.meaning) for each in api_pages.parameters(value)}
           assert len(described) < 2 and inspect.getdoc(value), name
+
+
+def test_every_public_name_is_on_the_page_of_its_module():
+  for module, text in api_pages.pages().items():
+    found = importlib.import_module(module)
+    for name in getattr(found, '__all__', ()):
+      forms = (f'\n## {name}\n', f'[`{name}`]', f'\n{name} = ', f'\n{name}: ')
+      if not inspect.ismodule(getattr(found, name)):
+        assert any(form in text for form in forms), (module, name)
+
+
+def test_texts_of_other_packages_are_not_copied():
+  page = _pages()['api/t5x_lite.optimizers.md']
+  (section,) = re.findall(r'^## adabelief\n.*?^## ', page, re.MULTILINE | re.DOTALL)
+  assert '#optax.adabelief' in section and 'eps=1e-16' in section
+  assert optax.adabelief.__doc__.splitlines()[0] not in page
 
 
 def test_learning_rate_factors_are_described():
