@@ -454,6 +454,27 @@ MUTANTS = (
     'tests/repository/test_docs_commands.py::test_failures_name_the_command_and_the_others_run',
   ),
   Mutant(
+    'anchors_of_equal_headings_are_equal',
+    'docs/api_pages.py',
+    "f'{anchor}-{count}' if count else anchor",
+    'anchor',
+    'tests/repository/test_docs_reference.py::test_anchors_of_equal_headings_are_numbered',
+  ),
+  Mutant(
+    'macros_without_a_comment_on_their_line_have_no_meaning',
+    'docs/tables.py',
+    "meaning or ' '.join(comment)",
+    "meaning or ''",
+    'tests/repository/test_docs_reference.py::test_every_macro_is_described',
+  ),
+  Mutant(
+    'the_reference_copies_texts_of_optax',
+    'docs/api_pages.py',
+    "_OURS = ('t5x_lite', 'moe')",
+    "_OURS = ('t5x_lite', 'moe', 'optax')",
+    'tests/repository/test_docs_reference.py::test_texts_of_other_packages_are_not_copied',
+  ),
+  Mutant(
     'a_process_without_multiprocess_gpu_waits_for_others',
     't5x_lite/apps/common/flags.py',
     "    mode = 'off'\n",
