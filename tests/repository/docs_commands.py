@@ -20,6 +20,7 @@ import json
 import os
 import pathlib
 import re
+import resource
 import select
 import shutil
 import signal
@@ -99,10 +100,10 @@ class Fence:
     return self.language == 'sh' or (self.language == 'python' and not self.name)
 
 
-def pages(root: pathlib.Path = _ROOT) -> list[str]:
-  """Return the pages whose commands run, relative to `root`."""
-  found = [root / 'README.md', *sorted((root / 'docs').glob('*.md'))]
-  return [path.relative_to(root).as_posix() for path in found]
+def pages() -> list[str]:
+  """Return the pages whose commands run, relative to the checkout."""
+  found = [_ROOT / 'README.md', *sorted((_ROOT / 'docs').glob('*.md'))]
+  return [path.relative_to(_ROOT).as_posix() for path in found]
 
 
 def read_fences(page: str, text: str) -> list[Fence]:
@@ -459,7 +460,11 @@ def main(argv: Sequence[str] | None = None) -> int:
   for fence in skipped:
     print(f'  {fence.place} ({fence.reason}): {fence.text.splitlines()[0]}')
   seconds = time.monotonic() - begin
-  print(f'{len(results)} fences of {len(chosen)} pages in {seconds:.0f} s.')
+  used = resource.getrusage(resource.RUSAGE_CHILDREN)
+  print(
+    f'{len(results)} fences of {len(chosen)} pages in {seconds:.0f} s, '
+    f'with {used.ru_utime + used.ru_stime:.0f} s of processor time.'
+  )
   if failed:
     print(f'{len(failed)} failed, with the reasons above: {", ".join(failed)}.')
   return int(bool(failed))

@@ -265,3 +265,21 @@ def test_shown_lines_have_the_form_of_the_output(tmp_path, shown, is_found):
 def test_rows_of_shown_tables_may_differ(tmp_path):
   rows = 'target  prediction\n    ------  ----------\n    for     while\n\n    Saved.'
   assert not _run(tmp_path, _SHOWN.replace('SHOWN', rows))[1].failure
+
+
+def test_the_program_prints_pages_failures_and_reasons(tmp_path, monkeypatch, capsys):
+  (tmp_path / 'docs').mkdir()
+  (tmp_path / 'README.md').write_text('```sh\ntrue\n```\n')
+  (tmp_path / 'docs/page.md').write_text(
+    '<!-- not run: network -->\n```sh\nfalse\n```\n\n```sh\necho wrong && false\n```\n'
+  )
+  monkeypatch.setattr(docs_commands, '_ROOT', tmp_path)
+  monkeypatch.setattr(docs_commands, 'copy_checkout', lambda target: target.mkdir(parents=True))
+  assert docs_commands.main(['README.md']) == 0
+  assert docs_commands.main([]) == 1
+  lines = capsys.readouterr().out.splitlines()
+  assert any(line.startswith('README.md ') and ' 1 fences run ' in line for line in lines)
+  assert any(line.startswith('docs/page.md ') and line.endswith(', 1 failed') for line in lines)
+  assert 'docs/page.md:6: The exit status must be 0, got 1.' in lines and 'wrong' in lines
+  assert '  docs/page.md:2 (network): false' in lines
+  assert lines[-1] == '1 failed, with the reasons above: docs/page.md:6.'
