@@ -9,9 +9,32 @@ import sys
 import gin
 import pytest
 
+from t5x_lite import gin_utils
+from t5x_lite.apps import commands
 from t5x_lite.command_line import cli
+from t5x_lite.configuration import syntax as gin_syntax
+from t5x_lite.errors import ConfigError
 from tests.data import registries
 
+# What a user must set for `recipes/finetune_files.gin`.
+_REQUIRED = {
+  'MODEL_DIR': "'runs/x'",
+  'INITIAL_CHECKPOINT_PATH': "'base'",
+  'MIXTURE_OR_TASK_NAME': "'x'",
+  'TRAIN_STEPS': '10',
+}
+# Valid values of the parameters that the page about the Trainer names.
+_VALUES = {
+  'trainer.Trainer.num_microbatches': '2',
+  'trainer.Trainer.learning_rate_fn': '@schedules.create_learning_rate_scheduler()',
+  'optimizers.adamw.weight_decay': '0.01',
+  'hugging_face.network_config.dtype': 'bfloat16',
+  'hugging_face.network_config.remat_policy': 'full',
+  'checkpoints.SaveCheckpointConfig.keep': '2',
+  'checkpoints.SaveCheckpointConfig.metric_name_to_monitor': 'inference_eval/x/exact_match',
+  'checkpoints.SaveCheckpointConfig.keep_best': '1',
+  'models.EncoderDecoderModel.decode_fn': '@decoding.beam_search',
+}
 _DOCS = pathlib.Path(__file__).parents[2] / 'docs'
 
 
@@ -70,3 +93,30 @@ def test_scripts_in_python_train_evaluate_and_predict(capsys, monkeypatch, tmp_p
     assert capsys.readouterr().out.count(' -> ') == 2
   finally:
     sys.modules.pop('train_cloze', None)
+
+
+@pytest.mark.parametrize(
+  'argument, here', _rows('from_hugging_face_trainer.md', 'arguments of the Trainer'), ids=str
+)
+def test_options_of_the_trainer_have_an_equal_here(argument, here):
+  """Each macro, parameter, file, flag and command of the second column exists and has an effect."""
+  assert re.fullmatch(r'`\w+`', argument)
+  for name in re.findall(r'`([^`]+)`', here):
+    if name.startswith('--gin_file='):
+      assert name.partition('=')[2] in gin_syntax.packaged_files()
+    elif name.startswith('--'):
+      assert any(_accepts(command, f'{name}=1') for command in ('train', 'infer')), name
+    elif name in commands.COMMANDS:
+      assert name == 'infer'
+    else:
+      flag = gin_syntax.read_flag(name, _VALUES.get(name, 'None'), f'--gin.{name}')
+      texts = gin_utils.read(['recipes/finetune_files.gin'], [flag], placeholders=_REQUIRED)
+      if '.' in name:  # `read` has checked macros
+        assert gin_utils.load('t5x_lite.apps.train.train', texts).uses
+
+
+def _accepts(command, flag):
+  try:
+    return cli.parse([command, '--gin_file=x.gin', flag]).command == command
+  except ConfigError:
+    return False
