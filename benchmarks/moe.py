@@ -1,13 +1,14 @@
 """Mixture of Experts: cost and memory of an expert layer relative to a dense MLP of equal active operations.
 
     python benchmarks/moe.py [--num_experts 4 16 64] [--num_selected 1 2] [--runs 9] [--quick]
-        [--tables cost variants model] [--model_experts 8 32 64]
+        [--tables cost variants routing model] [--model_experts 8 32 64]
 
 A layer is its router with both losses, dispatch, experts and the weighted sum, forward and backward, in float32 unless
 said. Its peer is an MLP whose hidden dim is that of an expert times the choices of a token: the operations that the
 layer must do. All of a table's row run in turn, `--runs` times after two that do not count; times are the process's
 CPU time, and a ratio is that of the medians. Capacity forms have a factor of 1.25; the one-hot form has groups of 256
-tokens, the others one of all. The table `model` has the training step, by the clock, of recipes/keyword_cloze_moe.gin
+tokens, the others one of all. The table `routing` compares uneven with even routing in turn; its ratios are medians of
+those of pairs. The table `model` has the training step, by the clock, of recipes/keyword_cloze_moe.gin
 and of its dense twin, recipes/keyword_cloze.gin. The row `2048^3 matmul` says what the machine could do in this run.
 """
 
@@ -77,6 +78,14 @@ def make_arrays(case):
   return layer, dense, x, weights / case.num_tokens
 
 
+def router_logits(params, x, case):
+  """Return the logits of the router, of which those of the first experts are larger if `zipf` is positive."""
+  import jax.numpy as jnp
+
+  places = 1.0 / jnp.arange(1, case.num_experts + 1) ** case.zipf
+  return x @ params['router'] + jnp.log(places)
+
+
 def layer_loss(params, x, weights, case, method):
   """Return the loss of the expert layer, with the router's losses."""
   import jax.numpy as jnp
@@ -86,8 +95,7 @@ def layer_loss(params, x, weights, case, method):
 
   group_size = min(256, case.num_tokens) if method == 'einsum' else case.num_tokens
   groups = x.reshape(-1, group_size, case.width)
-  places = 1.0 / jnp.arange(1, case.num_experts + 1) ** case.zipf
-  logits = groups @ params['router'] + jnp.log(places)
+  logits = router_logits(params, groups, case)
   capacity = (
     None
     if method == 'grouped'
@@ -129,8 +137,6 @@ def compiled(loss_fn, params, x, weights):
 
 def measure(case, methods, num_runs):
   """Return {method or 'dense': (median CPU seconds, temporaries in MB)}."""
-  import jax
-
   layer, dense, x, weights = make_arrays(case)
   calls = {'dense': (compiled(functools.partial(dense_loss, case=case), dense, x, weights), dense)}
   for method in methods:
@@ -138,6 +144,17 @@ def measure(case, methods, num_runs):
       compiled(functools.partial(layer_loss, case=case, method=method), layer, x, weights),
       layer,
     )
+  seconds = _run_in_turn(calls, x, weights, num_runs)
+  return {
+    name: (statistics.median(seconds[name]), fn.memory_analysis().temp_size_in_bytes / 1e6)
+    for name, (fn, _) in calls.items()
+  }
+
+
+def _run_in_turn(calls, x, weights, num_runs):
+  """Return the CPU seconds of each run by name."""
+  import jax
+
   seconds = {name: [] for name in calls}
   for turn in range(2 + num_runs):
     for name, (fn, params) in calls.items():
@@ -145,10 +162,17 @@ def measure(case, methods, num_runs):
       jax.block_until_ready(fn(params, x, weights))
       if turn >= 2:
         seconds[name].append(time.process_time() - start)
-  return {
-    name: (statistics.median(seconds[name]), fn.memory_analysis().temp_size_in_bytes / 1e6)
-    for name, (fn, _) in calls.items()
-  }
+  return seconds
+
+
+def measure_routing(case, method, exponents, num_runs):
+  """Return {exponent of Zipf's law: CPU seconds of each run} of a layer whose loads have this law."""
+  layer, _, x, weights = make_arrays(case)
+  calls = {}
+  for zipf in exponents:
+    loss = functools.partial(layer_loss, case=dataclasses.replace(case, zipf=zipf), method=method)
+    calls[zipf] = (compiled(loss, layer, x, weights), layer)
+  return _run_in_turn(calls, x, weights, num_runs)
 
 
 def _cells(results, methods):
@@ -190,8 +214,6 @@ def _variants(args, shape):
     ('gated (gelu, linear)', {'activations': ('gelu', 'linear')}),
     ('bfloat16', {'dtype': 'bfloat16'}),
     ('gated, bfloat16', {'activations': ('gelu', 'linear'), 'dtype': 'bfloat16'}),
-    ('skewed: Zipf 1', {'zipf': 1.0}),
-    ('skewed: Zipf 2', {'zipf': 2.0}),
   ):
     for num_selected in args.num_selected:
       results = measure(
@@ -199,9 +221,29 @@ def _variants(args, shape):
       )
       rows.append((title, args.variant_experts, num_selected, *_cells(results, methods)))
   common.print_table(
-    'Expert layer: other experts and uneven routing',
+    'Expert layer: other experts',
     rows,
     ('what', 'experts', 'choices', *_header(methods)),
+  )
+
+
+def _routing(args, shape):
+  """Print the CPU time of layers with uneven routing over that with even routing."""
+  rows = []
+  for num_selected in args.num_selected:
+    for method in [method for method in args.methods if method != 'einsum']:
+      case = Case(*shape, args.variant_experts, num_selected)
+      even, *uneven = measure_routing(case, method, (0.0, 1.0, 2.0), args.runs).values()
+      ratios = [
+        statistics.median(one / other for one, other in zip(seconds, even, strict=True))
+        for seconds in uneven
+      ]
+      even_ms = f'{1000 * statistics.median(even):.0f}'
+      rows.append((method, num_selected, even_ms, *(f'{ratio:.2f}' for ratio in ratios)))
+  common.print_table(
+    f'Expert layer: uneven routing of {args.variant_experts} experts, CPU time over that of even routing',
+    rows,
+    ('method', 'choices', 'even, CPU ms', 'Zipf 1 / even', 'Zipf 2 / even'),
   )
 
 
@@ -282,18 +324,21 @@ def main() -> None:
   parser.add_argument(
     '--tables',
     nargs='+',
-    choices=('cost', 'variants', 'model'),
-    default=['cost', 'variants', 'model'],
+    choices=('cost', 'variants', 'routing', 'model'),
+    default=['cost', 'variants', 'routing', 'model'],
   )
   parser.add_argument(
-    '--variant_experts', type=common.positive, default=16, help='experts of the second table'
+    '--variant_experts',
+    type=common.positive,
+    default=16,
+    help='experts of the tables variants and routing',
   )
   parser.add_argument(
     '--model_experts',
     type=common.positive,
     nargs='+',
     default=[8, 32, 64],
-    help='experts of the third table',
+    help='experts of the table model',
   )
   parser.add_argument('--runs', type=common.positive, default=9)
   parser.add_argument(
@@ -306,6 +351,8 @@ def main() -> None:
     _cost(args, shape)
   if 'variants' in args.tables:
     _variants(args, shape)
+  if 'routing' in args.tables:
+    _routing(args, shape)
   if 'model' in args.tables:
     _model(args)
   rates.append(common.matmul_gflops())

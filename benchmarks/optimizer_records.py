@@ -1,15 +1,16 @@
 """Recorded measurements of optimizers, and the tables of the documentation that show them.
 
-    python benchmarks/optimizers.py --only lion adamw --record    # measures, records, writes the tables
-    python benchmarks/optimizer_records.py                        # writes the tables again from the records
+    python benchmarks/optimizers.py --only lion adamw --record    # measures and records
+    make reference                                                # writes the tables
 
-A line of `results/optimizers.jsonl` is one optimizer on one set of parameters. No figure is typed into a table: a new
-optimizer gets a row with empty ratios in docs/optimizers.md, and `--record` fills them; `tests/repository/test_docs.py`
-compares both. All figures are a table of docs/benchmarks.md that is made when the pages are built.
+A line of `results/optimizers.jsonl` is one optimizer on one set of parameters. No figure is typed into a table:
+`overview` and `table` make both tables of the reference, from these records and the first paragraphs of the files of
+gin/optimizers/.
 """
 
 from collections.abc import Iterable, Mapping
 import dataclasses
+import itertools
 import json
 import pathlib
 import re
@@ -19,10 +20,15 @@ FILE = 'benchmarks/results/optimizers.jsonl'
 PARAMS = ('set', 't5_small')
 # Rows of the benchmark that are a file of gin/optimizers/ with other bindings, and that file.
 VARIANTS = {'scaled_adam_unclipped': 'scaled_adam'}
-# Page with a row for each optimizer, the comment before each of its tables, and the number of cells before the ratios.
-PAGE = 'docs/optimizers.md'
-_COMMENT = '<!-- optimizers -->\n'
-_FIRST_RATIO = 4
+_FILES = 'gin/optimizers'
+# A learning rate in the first paragraph of a file, and the sentence that says nothing else.
+_RATE = re.compile(
+  r'\b(?:(?:begin|start) with(?: a rate of)?|trains at|about) (\d[\d.]*(?:e-\d+)?)'
+)
+_RATE_SENTENCE = re.compile(
+  r" Uses the trainer's learning rate; start with [\d.]+(?:e-\d+)?\.(?= |$)"
+)
+_ARXIV = re.compile(r'\b(?:arXiv:|arxiv\.org/abs/)(\d{4}\.\d{5}|\d{4}\.\d{4})\b')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +92,7 @@ def read(root: pathlib.Path = _ROOT) -> dict[tuple[str, str], Record]:
 
 
 def save(measured: Iterable[Record], root: pathlib.Path = _ROOT) -> None:
-  """Replace or add these records, keep the others, and write the ratios into the tables of `PAGE`.
+  """Replace or add these records, and keep the others.
 
   Args:
     measured: new records.
@@ -99,51 +105,66 @@ def save(measured: Iterable[Record], root: pathlib.Path = _ROOT) -> None:
   path = root / FILE
   path.parent.mkdir(parents=True, exist_ok=True)
   path.write_text(''.join(lines), encoding='utf-8')
-  write_tables(root)
 
 
-def write_tables(root: pathlib.Path = _ROOT) -> None:
-  """Write the recorded ratios into the tables of `PAGE`, in rows whose optimizer is measured on both sets."""
-  records = read(root)
-  path = root / PAGE
-  lines = path.read_text(encoding='utf-8').splitlines(keepends=True)
-  for index, name in _rows(lines).items():
-    if not _missing(name, records):
-      lines[index] = _with_ratios(lines[index], _ratios(name, records))
-  path.write_text(''.join(lines), encoding='utf-8')
-
-
-def faults(text: str, records: Records) -> list[str]:
-  """Return a message for each row whose ratios are not recorded, and for each record without a row.
+def faults(names: Iterable[str], records: Records) -> list[str]:
+  """Return a message for each file without a record, and for each record without a file.
 
   Args:
-    text: contents of `PAGE`.
+    names: files of gin/optimizers/ without their suffix.
     records: result of `read`.
   """
-  lines = text.splitlines(keepends=True)
-  rows = _rows(lines)
+  names = sorted(names)
   messages = []
-  for index, name in rows.items():
-    measure = _command(name)
+  for name in [*names, *sorted(VARIANTS)]:
     if missing := _missing(name, records):
       messages.append(
-        f'{PAGE}: `{name}` has no record for {" and ".join(missing)} in {FILE}. Measure it: {measure}'
+        f'`{name}` has no record for {" and ".join(missing)} in {FILE}. Measure it: '
+        f'python benchmarks/optimizers.py --only {name} --record'
       )
-      continue
-    recorded = _ratios(name, records)
-    shown = _cells(lines[index])[_FIRST_RATIO : _FIRST_RATIO + len(recorded)]
-    if shown != recorded:
-      messages.append(
-        f'{PAGE}: `{name}` shows the ratios {", ".join(shown)}, and {FILE} has {", ".join(recorded)}. '
-        f'Write those into the table: python benchmarks/optimizer_records.py, or measure again: {measure}'
-      )
-  names = {name for name, _ in records} - set(VARIANTS)
-  for name in sorted(names - set(rows.values())):
+  recorded = {name for name, _ in records} - set(VARIANTS)
+  for name in sorted(recorded.difference(names)):
     messages.append(
-      f'{PAGE}: the record of `{name}` has no row. Delete it from {FILE}, or add a row with empty ratios and run '
-      f'{_command(name)}'
+      f'{FILE} has a record of `{name}`, and {_FILES} no such file. Delete the record.'
     )
   return messages
+
+
+def first_paragraph(name: str, root: pathlib.Path = _ROOT) -> str:
+  """Return the first paragraph of the comment at the top of a file of gin/optimizers/, on one line.
+
+  Args:
+    name: file without its suffix.
+    root: folder of the checkout.
+  """
+  lines = (root / _FILES / f'{name}.gin').read_text(encoding='utf-8').splitlines()
+  paragraph = itertools.takewhile(lambda line: line.startswith('# '), lines)
+  return ' '.join(line.removeprefix('# ') for line in paragraph)
+
+
+def rate(paragraph: str) -> str:
+  """Return the learning rate to start with that a first paragraph gives; empty if it gives none."""
+  written = _RATE.search(paragraph)
+  return written[1].rstrip('.') if written else ''
+
+
+def overview(records: Records, root: pathlib.Path = _ROOT) -> str:
+  """Return what each optimizer is, its rate, state and times as a Markdown table, in order of the state.
+
+  Args:
+    records: result of `read`.
+    root: folder of the checkout.
+  """
+  measured = {name for name, _ in records if name not in VARIANTS and not _missing(name, records)}
+  states = {name: state_text(records[name, 'set'].bytes_per_param) for name in measured}
+  lines = [['file', 'optimizer', 'rate', 'state', 'step', 'T5 small'], ['---'] * 6]
+  for name in sorted(measured, key=lambda name: (float(states[name]), name)):
+    paragraph = first_paragraph(name, root)
+    described = _ARXIV.sub(
+      r'[arXiv:\1](https://arxiv.org/abs/\1)', _RATE_SENTENCE.sub('', paragraph)
+    )
+    lines.append([f'`{name}`', described, rate(paragraph), states[name], *_ratios(name, records)])
+  return _markdown(lines)
 
 
 def table(records: Records) -> str:
@@ -166,7 +187,7 @@ def table(records: Records) -> str:
     if not _missing(name, records):
       measured = [records[name, params] for params in PARAMS]
       lines.append([f'`{name}`', *(figure for one in measured for figure in _figures(one))])
-  return '\n'.join(f'| {" | ".join(cells)} |' for cells in lines)
+  return _markdown(lines)
 
 
 def state_text(bytes_per_param: float) -> str:
@@ -174,8 +195,8 @@ def state_text(bytes_per_param: float) -> str:
   return f'{round(bytes_per_param, 3):.2g}'
 
 
-def _command(name):
-  return f'python benchmarks/optimizers.py --only {name} --record'
+def _markdown(lines):
+  return '\n'.join(f'| {" | ".join(cells)} |' for cells in lines)
 
 
 def _missing(name, records):
@@ -184,7 +205,7 @@ def _missing(name, records):
 
 
 def _ratios(name, records):
-  """Return the measured cells of a row of `PAGE`: ratios with one decimal, or none from 10 on."""
+  """Return the measured cells of a row of `overview`: ratios with one decimal, or none from 10 on."""
   ratios = [records[name, params].ratio for params in PARAMS]
   return [f'{ratio:.1f}' if ratio < 9.95 else f'{ratio:.0f}' for ratio in ratios]
 
@@ -195,34 +216,3 @@ def _figures(measured):
   for value in (measured.step_ms, measured.slowest_ms, measured.ratio, measured.compile_s):
     figures.append(f'{value:.3g}' if value < 99.5 else f'{value:.0f}')
   return [*figures, state_text(measured.bytes_per_param)]
-
-
-def _rows(lines):
-  """Return {index of a line: optimizer} of the rows of the tables of `PAGE`."""
-  rows = {}
-  for start, line in enumerate(lines):
-    if line != _COMMENT:
-      continue
-    # An empty line is between the comment and the table.
-    for index in range(start + 2, len(lines)):
-      if not lines[index].startswith('|'):
-        break
-      if name := re.match(r'\| `(\w+)` \|', lines[index]):
-        rows[index] = name[1]
-  return rows
-
-
-def _cells(line):
-  return [cell.strip() for cell in line.split('|')[1:-1]]
-
-
-def _with_ratios(line, ratios):
-  """Return the row of a table with these ratios instead of its own."""
-  cells = line.split('|')
-  first = 1 + _FIRST_RATIO  # Before the first bar stands nothing.
-  cells[first : first + len(ratios)] = [f' {ratio} ' for ratio in ratios]
-  return '|'.join(cells)
-
-
-if __name__ == '__main__':
-  write_tables()

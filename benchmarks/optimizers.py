@@ -9,7 +9,7 @@ alone, from gradients at hand, with parameters and state donated. Each optimizer
 step by step, and its ratio is that of the median seconds; of the mean seconds where work returns every few steps. The
 slowest step is shown too. Optimizers that ask for functions get those of a quadratic, whose values and gradients are
 then a part of the step. All of them on both take about ten minutes on 2 cores; `--part K/N` makes shorter runs of it.
-`--record` replaces the records of the measured optimizers and writes their ratios into docs/optimizers.md.
+`--record` replaces the records of the measured optimizers, from which `make reference` makes tables.
 """
 
 import argparse
@@ -238,7 +238,7 @@ def main(argv=None) -> None:
   parser.add_argument(
     '--record',
     action='store_true',
-    help=f'write {optimizer_records.FILE} and the ratios in {optimizer_records.PAGE}',
+    help=f'write {optimizer_records.FILE}',
   )
   args = parser.parse_args(argv)
   chosen, known = args.only or names(), names()

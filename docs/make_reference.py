@@ -35,7 +35,7 @@ def _index() -> str:
 | [Gin files](gin_files.md) | these files: models, runs, optimizers, partitioning, data, recipes, T5X's paths |
 | [Parameters](parameters.md) | what gin files and flags can bind, by class and function |
 | [Names of T5X](t5x_names.md) | where T5X's modules and names are here |
-| [Measurements of optimizers](optimizer_measurements.md) | time and memory of each optimizer |
+| [All optimizers](optimizer_measurements.md) | what each optimizer is, its learning rate, memory and time |
 
 How a configuration is read, the files of a run, events, metric names and exit statuses are in
 [Configuration](../configuration.md).

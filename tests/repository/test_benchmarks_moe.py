@@ -1,5 +1,6 @@
 """The benchmark of expert layers compares like with like."""
 
+import dataclasses
 import importlib.util
 import pathlib
 import sys
@@ -42,3 +43,20 @@ def test_measures_every_method(benchmark):
   )
   assert sorted(results) == ['capacity', 'dense', 'einsum', 'grouped']
   assert all(seconds > 0 and megabytes > 0 for seconds, megabytes in results.values())
+
+
+@pytest.mark.full
+def test_routing_of_uneven_loads_runs_in_turn(benchmark):
+  seconds = benchmark.measure_routing(benchmark.Case(64, 8, 12, 4, 1), 'grouped', (0.0, 2.0), 3)
+  assert {zipf: len(values) for zipf, values in seconds.items()} == {0.0: 3, 2.0: 3}
+
+
+def test_the_exponent_makes_loads_uneven(benchmark):
+  even = benchmark.Case(64, 8, 12, 4, 1)
+  uneven = dataclasses.replace(even, zipf=8.0)
+  layer, _, x, _ = benchmark.make_arrays(even)
+  loads = [
+    np.bincount(np.argmax(benchmark.router_logits(layer, x, case), -1).ravel(), minlength=4)
+    for case in (even, uneven)
+  ]
+  assert loads[0].max() < 40 and loads[1].max() > 60

@@ -158,27 +158,25 @@ def _record(records, name, params, **changes):
   return records.Record(optimizer=name, params=params, **{**measured, **changes})
 
 
-def test_recording_replaces_its_optimizer_and_fills_its_row(records, tmp_path):
-  heading = (
-    '<!-- optimizers -->\n\n| file | description | rate | state | step | T5 small | notes |\n'
-  )
-  other, new = '| `lion` | a | 1e-4 | 4 | 1.0 | 2.0 | b |\n', '| `adan` | c | | 16 | | | |\n'
-  (tmp_path / 'docs').mkdir()
-  (tmp_path / 'docs/optimizers.md').write_text(heading + other + new + '\n| `adan` | no table |\n')
-  records.save([_record(records, 'lion', 'set')], tmp_path)
+def test_recording_replaces_its_optimizer(records, tmp_path):
   adan = [
     _record(records, 'adan', 'set'),
     _record(records, 'adan', 't5_small', step_ms=3.9, state_bytes=1),
   ]
+  records.save([_record(records, 'lion', 'set')], tmp_path)
   records.save([_record(records, 'adan', 'set', step_ms=99.0)], tmp_path)
-  assert new in (tmp_path / 'docs/optimizers.md').read_text()  # half of it is measured
   records.save(adan, tmp_path)
-  assert (tmp_path / 'docs/optimizers.md').read_text() == (
-    heading + other + '| `adan` | c | | 16 | 12 | 1.9 | |\n' + '\n| `adan` | no table |\n'
-  )
   read = records.read(tmp_path)
   assert list(read.values()) == [*adan, _record(records, 'lion', 'set')]
-  # The page of benchmarks has a table of those that are measured on both sets.
+  # The tables have those that are measured on both sets.
   assert records.table(read).splitlines()[2:] == [
     '| `adan` | 24.6 | 150 | 12.3 | 0.25 | 12 | 3.9 | 150 | 1.95 | 0.25 | 0.01 |'
+  ]
+  (tmp_path / 'gin/optimizers').mkdir(parents=True)
+  (tmp_path / 'gin/optimizers/adan.gin').write_text(
+    "# Adan (arXiv:2208.06677).\n# Long. Uses the trainer's learning rate; start with 1e-3.\n#\n# More.\n\n"
+    'OPTIMIZER = @optimizers.adan()\n'
+  )
+  assert records.overview(read, tmp_path).splitlines()[2:] == [
+    '| `adan` | Adan ([arXiv:2208.06677](https://arxiv.org/abs/2208.06677)). Long. | 1e-3 | 12 | 12 | 1.9 |'
   ]

@@ -181,8 +181,39 @@ def test_t5x_names_are_listed():
       assert f'| `{module}.{name}` | ' in page
 
 
+def test_optimizers_are_listed_with_the_comments_of_their_files():
+  overview, _, _ = _pages()['optimizer_measurements.md'].partition('\n## Measurements\n')
+  head, _, *rows = _cells(overview)
+  assert head == ['file', 'optimizer', 'rate', 'state', 'step', 'T5 small']
+  files = [pathlib.PurePath(file).stem for file in syntax.packaged_files('optimizers')]
+  assert sorted(row[0].strip('`') for row in rows) == sorted(files)
+  assert [float(row[3]) for row in rows] == sorted(float(row[3]) for row in rows)
+  (lion,) = [row for row in rows if row[0] == '`lion`']
+  ratios = [
+    f'{optimizer_records.read()["lion", params].ratio:.1f}' for params in ('set', 't5_small')
+  ]
+  assert lion[1:] == [
+    'Lion: the sign of an interpolated momentum; one moment of state. Use a larger weight decay than with AdamW (Chen '
+    'et al. 2023, [arXiv:2302.06675](https://arxiv.org/abs/2302.06675)).',
+    '1e-4',
+    '4',
+    *ratios,
+  ]
+  # Relative rates, rates that the optimizer finds, and those of parts.
+  assert {row[0].strip('`') for row in rows if not row[2]} == {
+    'adafactor',
+    'lbfgs',
+    'multi_optimizer',
+    'multi_optimizer_by_label',
+    'polyak_sgd',
+    'rprop',
+    'sgd',
+  }
+
+
 def test_records_of_optimizers_are_listed():
-  head, _, *figures = _cells(_pages()['optimizer_measurements.md'])
+  _, _, measurements = _pages()['optimizer_measurements.md'].partition('\n## Measurements\n')
+  head, _, *figures = _cells(measurements)
   assert len(head) == 1 + 2 * 5 and 'T5 small: step, ms' in head
   records = optimizer_records.read()
   assert {(row[0].strip('`'), params) for row in figures for params in ('set', 't5_small')} == set(

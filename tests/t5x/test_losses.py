@@ -94,7 +94,8 @@ def test_gin_files_configure_a_training_of_t5x_lite(name, tmp_path):
 
 def test_the_page_has_the_differences_of_all_cases():
   page = pathlib.Path(__file__).parents[2] / 'docs' / 'from_t5x.md'
-  section = page.read_text(encoding='utf-8').partition('\n## Losses of both programs\n')[2]
+  text = page.read_text(encoding='utf-8')
+  section = text.partition('\n## Losses of both programs\n')[2].partition('\n## ')[0]
   rows = [
     [cell.strip() for cell in line.split('|')[1:-1]]
     for line in section.splitlines()
