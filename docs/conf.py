@@ -15,6 +15,7 @@ project_copyright = 'the t5x_lite authors'
 html_title = 't5x_lite'
 html_show_sphinx = False
 html_static_path = ['_static']
+html_extra_path = ['../llms.txt']
 html_css_files = ['tables.css']
 smartquotes_action = 'D'  # quotes stay as they are typed
 html_theme = 'furo'

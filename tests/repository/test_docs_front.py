@@ -18,6 +18,16 @@ def test_readme_is_short():
   assert len(_README.splitlines()) <= 120
 
 
+def test_pages_are_short():
+  """Generated pages and notebooks are not counted: they are in folders."""
+  words = {
+    path.name: len(path.read_text(encoding='utf-8').split())
+    for path in (_ROOT / 'docs').glob('*.md')
+  }
+  assert words['design.md'] <= 6_000
+  assert sum(words.values()) <= 55_000
+
+
 @pytest.mark.parametrize(
   'page', ['README.md', 'CITATION.cff', 'docs/install.md', '.github/ISSUE_TEMPLATE/config.yml']
 )
