@@ -203,6 +203,7 @@ def measure(args: argparse.Namespace) -> tuple[str, Rows]:
   facts['trace'], lowered = common.timed(lambda: jitted.lower(trainer.step_state, setup.batch))
   facts['compile'], step = common.timed(lowered.compile)
   facts.update(common.program_facts(step))
+  facts['model_gflop'] = trainer.count_flops(setup.batch).total / 1e9
   params = shapes.params
   if not args.compile_only:
     facts['init'], trainer.train_state = common.timed(
@@ -219,6 +220,7 @@ def measure(args: argparse.Namespace) -> tuple[str, Rows]:
     (label, facts[name], peer_facts.get(name, ''))
     for name, label in (
       ('gflop', 'GFLOP counted by XLA'),
+      ('model_gflop', 'GFLOP of the model'),
       ('temporaries', 'temporaries of the step, MB'),
       ('import', 'import and start, s'),
       ('init', 'initialisation, s'),
