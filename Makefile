@@ -186,7 +186,7 @@ reference: $(STAMP) ## write docs/reference from the code: flags, macros, parame
 docs: $(DOCS_STAMP) ## build the documentation as HTML in docs/_build; executes its notebooks (5 minutes)
 	$(PY) -m sphinx -q -W --keep-going -b html $(ARGS) docs docs/_build
 
-pictures: train docs $(PICTURES_STAMP) ## draw docs/images from today's code; needs Chromium (10 minutes)
+pictures: train $(PICTURES_STAMP) ## draw docs/images from today's code; needs Chromium (10 minutes)
 	$(PY) docs/pictures.py
 
 # What `make locks` tells uv: wheels for Linux x86-64.

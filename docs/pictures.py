@@ -1,6 +1,6 @@
-"""Make the pictures of the documentation from today's code: `make pictures`, after `make train` and `make docs`.
+"""Make the pictures of the documentation from today's code: `make pictures`, after `make train`.
 
-Runs that a picture needs are kept in runs/pictures, so that a second call only draws. Pages are drawn by Chromium
+Runs that a picture needs are kept in runs/pictures, so that a second call only draws. Reports are drawn by Chromium
 through Playwright: that of the environment variable CHROMIUM, else one on the path, else Playwright's own
 (`python -m playwright install chromium`).
 """
@@ -16,10 +16,8 @@ from playwright import sync_api
 _ROOT = pathlib.Path(__file__).parents[1]
 _IMAGES = _ROOT / 'docs/images'
 _RUNS = _ROOT / 'runs/pictures'
-_BUILT = _ROOT / 'docs/_build'
 _TRAINED = _ROOT / 'runs/keyword_cloze'  # by `make train`
-_WIDE = {'width': 1200, 'height': 800}
-_PHONE = {'width': 390, 'height': 800}
+_WINDOW = {'width': 1200, 'height': 800}  # pixels
 
 
 def main() -> None:
@@ -36,11 +34,8 @@ def main() -> None:
       os.environ.get('CHROMIUM') or shutil.which('chromium') or shutil.which('google-chrome')
     )
     browser = playwright.chromium.launch(executable_path=chromium)
-    _draw(browser, report, 'report', _WIDE)
-    _draw(browser, routing / 'index.html', 'moe_report', _WIDE)
-    _draw(browser, _BUILT / 'index.html', 'page_index', _WIDE)
-    _draw(browser, _BUILT / 'notebooks/first_run.html', 'page_notebook', _WIDE)
-    _draw(browser, _BUILT / 'first_steps.html', 'page_phone', _PHONE, 'dark')
+    _draw(browser, report, 'report')
+    _draw(browser, routing / 'index.html', 'moe_report')
     browser.close()
 
 
@@ -62,19 +57,11 @@ def _run(program: str, *arguments: str | pathlib.Path) -> None:
   subprocess.run([sys.executable, '-m', program, *map(str, arguments)], cwd=_ROOT, check=True)
 
 
-def _draw(
-  browser: sync_api.Browser,
-  page: pathlib.Path,
-  name: str,
-  size: sync_api.ViewportSize,
-  scheme: str = 'light',
-) -> None:
-  """Draw the top of a page, as much as a window of `size` in pixels shows."""
-  context = browser.new_context(viewport=size, color_scheme=scheme)
-  tab = context.new_page()
+def _draw(browser: sync_api.Browser, page: pathlib.Path, name: str) -> None:
+  """Draw the top of a page."""
+  tab = browser.new_page(viewport=_WINDOW)
   tab.goto(page.as_uri())
   tab.screenshot(path=_IMAGES / f'{name}.png')
-  context.close()
   print(f'docs/images/{name}.png')
 
 
