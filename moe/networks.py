@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import logging
 import re
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import flax.linen as nn
 
@@ -197,6 +197,11 @@ class SparseBlock(t5.TokenFeedForwardFactory):
       use_bias=self.expert_bias,
     )
 
+  @property
+  def is_custom(self) -> bool:
+    """True with custom experts."""
+    return self.expert is not None
+
   def unbound_router(self) -> Router:
     """Return a copy of the router, since layers with the same object would share its weights."""
     if self.router is None:
@@ -235,6 +240,10 @@ class _OfStack(t5.TokenFeedForwardFactory):
   stack: str
   num_layers: int
 
+  @property
+  def is_custom(self) -> bool:
+    return self.block.is_custom
+
   def __call__(self, config: StackConfig, name: str) -> nn.Module:
     _check_depth(config, self.stack, self.num_layers)
     return self.block(config, name)
@@ -243,6 +252,8 @@ class _OfStack(t5.TokenFeedForwardFactory):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _DenseOfStack:
   """T5's block that checks the number of layers of its stack, which may have no sparse layer."""
+
+  is_custom: ClassVar[bool] = False
 
   stack: str
   num_layers: int

@@ -127,6 +127,14 @@ def dense_feed_forward(config: StackConfig, name: str) -> nn.Module:
   )
 
 
+def is_custom_block(factory: FeedForwardFactory) -> bool:
+  """Return True if other programs may not have the block of a factory.
+
+  Factories other than `dense_feed_forward` are custom, except those with an attribute `is_custom` that is False.
+  """
+  return getattr(factory, 'is_custom', factory is not dense_feed_forward)
+
+
 def layer_norm(config: StackConfig, name: str) -> layers.LayerNorm:
   """Return the norm of a network, a submodule with the given name."""
   return layers.LayerNorm(epsilon=config.layer_norm_epsilon, dtype=config.dtype, name=name)

@@ -180,6 +180,15 @@ def test_blocks_are_equal_if_their_options_are():
   ) and hash(lists)
 
 
+def test_only_custom_experts_make_sparse_layers_custom_blocks():
+  config = cases.tiny_config()
+  layout = dict(num_encoder_sparse_layers=1, extra_mlp=True)
+  own = networks.SparseBlock(num_experts=2, expert=t5.dense_feed_forward, **_CAPACITIES)
+  for block, custom in ((_block(), ()), (own, ('feed_forward_fn',))):
+    assert networks.sparse_transformer(config, block, **layout).custom_blocks == custom
+    assert t5.Transformer(config, lambda stack, layer, block=block: block).custom_blocks == custom
+
+
 def test_options_are_the_networks_unless_said():
   config = cases.tiny_config(dropout_rate=0.25, dtype='bfloat16')
   layer = networks.SparseBlock(num_experts=4)(config, 'mlp')

@@ -4,6 +4,13 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'custom_experts_are_taken_for_known_blocks',
+    'moe/networks.py',
+    'return self.expert is not None',
+    'return False',
+    'tests/moe/test_networks.py::test_only_custom_experts_make_sparse_layers_custom_blocks',
+  ),
+  Mutant(
     'slots_of_experts_count_in_mfu',
     'moe/dispatch/apply.py',
     'if layers.counts_products():',
