@@ -4,6 +4,13 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'the_name_of_a_macro_is_taken_for_a_string',
+    't5x_lite/configuration/syntax.py',
+    'elif _MACRO_NAME.match(value):',
+    'elif False:',
+    'tests/configuration/test_syntax.py::test_rejected_files',
+  ),
+  Mutant(
     'a_module_that_is_missing_is_logged_as_imported',
     't5x_lite/configuration/module_imports.py',
     '  found = _existing_part(module)\n',
