@@ -4,6 +4,13 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'a_placeholder_takes_arguments_of_the_vocabulary_of_the_files',
+    't5x_lite/apps/explain_sharding/command.py',
+    'placeholder/vocabularies.PassThroughVocabulary.eos_id = None\n',
+    '',
+    'tests/apps/explain_sharding/test_command.py::test_a_vocabulary_of_ids_of_the_files_is_not_built',
+  ),
+  Mutant(
     'the_name_of_a_macro_is_taken_for_a_string',
     't5x_lite/configuration/syntax.py',
     'elif _MACRO_NAME.match(value):',
