@@ -4,6 +4,13 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'a_folder_of_jax_is_used_in_spite_of_off',
+    't5x_lite/apps/common/flags.py',
+    '      runtime.disable_compilation_cache()\n',
+    '      pass\n',
+    'tests/runtime/test_compilation_cache.py::test_commands_use_the_default_folder',
+  ),
+  Mutant(
     'a_placeholder_takes_arguments_of_the_vocabulary_of_the_files',
     't5x_lite/apps/explain_sharding/command.py',
     'placeholder/vocabularies.PassThroughVocabulary.eos_id = None\n',
