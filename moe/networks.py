@@ -198,9 +198,18 @@ class SparseBlock(t5.TokenFeedForwardFactory):
     )
 
   @property
-  def is_custom(self) -> bool:
-    """True with custom experts."""
-    return self.expert is not None
+  def custom_option(self) -> str | None:
+    """Option by which the layers differ from Switch Transformer's in what an array does not show; None without one."""
+    if self.expert is not None:
+      return 'moe.SparseBlock.expert'
+    if self.expert_activations is not None:
+      return 'moe.SparseBlock.expert_activations'
+    router = self.unbound_router()
+    if type(router) is not TokensChooseRouter:
+      return 'moe.SparseBlock.router'
+    if router.num_selected != 1 or router.normalize_gates or router.score != 'softmax':
+      return 'moe.SparseBlock.router'
+    return None
 
   def unbound_router(self) -> Router:
     """Return a copy of the router, since layers with the same object would share its weights."""
@@ -241,8 +250,8 @@ class _OfStack(t5.TokenFeedForwardFactory):
   num_layers: int
 
   @property
-  def is_custom(self) -> bool:
-    return self.block.is_custom
+  def custom_option(self) -> str | None:
+    return self.block.custom_option
 
   def __call__(self, config: StackConfig, name: str) -> nn.Module:
     _check_depth(config, self.stack, self.num_layers)
@@ -253,7 +262,7 @@ class _OfStack(t5.TokenFeedForwardFactory):
 class _DenseOfStack:
   """T5's block that checks the number of layers of its stack, which may have no sparse layer."""
 
-  is_custom: ClassVar[bool] = False
+  custom_option: ClassVar[None] = None
 
   stack: str
   num_layers: int

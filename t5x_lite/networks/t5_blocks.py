@@ -127,12 +127,14 @@ def dense_feed_forward(config: StackConfig, name: str) -> nn.Module:
   )
 
 
-def is_custom_block(factory: FeedForwardFactory) -> bool:
-  """Return True if other programs may not have the block of a factory.
+def custom_option(factory: FeedForwardFactory) -> str | None:
+  """Return the option that makes the block of a factory one that `transformers` does not have; None for its blocks.
 
-  Factories other than `dense_feed_forward` are custom, except those with an attribute `is_custom` that is False.
+  It is the factory's attribute `custom_option`; factories without one are custom, except `dense_feed_forward`.
   """
-  return getattr(factory, 'is_custom', factory is not dense_feed_forward)
+  if factory is dense_feed_forward:
+    return None
+  return getattr(factory, 'custom_option', 'feed_forward_fn')
 
 
 def layer_norm(config: StackConfig, name: str) -> layers.LayerNorm:

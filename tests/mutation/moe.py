@@ -4,11 +4,11 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
-    'custom_experts_are_taken_for_known_blocks',
+    'two_experts_of_a_token_are_taken_for_a_switch_transformer',
     'moe/networks.py',
-    'return self.expert is not None',
-    'return False',
-    'tests/moe/test_networks.py::test_only_custom_experts_make_sparse_layers_custom_blocks',
+    'if router.num_selected != 1 or router.normalize_gates',
+    'if router.normalize_gates',
+    'tests/moe/test_networks.py::test_blocks_are_custom_by_the_options_that_switch_transformers_lack',
   ),
   Mutant(
     'slots_of_experts_count_in_mfu',
