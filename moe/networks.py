@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import logging
 import re
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import flax.linen as nn
 
@@ -197,6 +197,20 @@ class SparseBlock(t5.TokenFeedForwardFactory):
       use_bias=self.expert_bias,
     )
 
+  @property
+  def custom_option(self) -> str | None:
+    """Option by which the layers differ from Switch Transformer's in what an array does not show; None without one."""
+    if self.expert is not None:
+      return 'moe.SparseBlock.expert'
+    if self.expert_activations is not None:
+      return 'moe.SparseBlock.expert_activations'
+    router = self.unbound_router()
+    if type(router) is not TokensChooseRouter:
+      return 'moe.SparseBlock.router'
+    if router.num_selected != 1 or router.normalize_gates or router.score != 'softmax':
+      return 'moe.SparseBlock.router'
+    return None
+
   def unbound_router(self) -> Router:
     """Return a copy of the router, since layers with the same object would share its weights."""
     if self.router is None:
@@ -235,6 +249,10 @@ class _OfStack(t5.TokenFeedForwardFactory):
   stack: str
   num_layers: int
 
+  @property
+  def custom_option(self) -> str | None:
+    return self.block.custom_option
+
   def __call__(self, config: StackConfig, name: str) -> nn.Module:
     _check_depth(config, self.stack, self.num_layers)
     return self.block(config, name)
@@ -243,6 +261,8 @@ class _OfStack(t5.TokenFeedForwardFactory):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _DenseOfStack:
   """T5's block that checks the number of layers of its stack, which may have no sparse layer."""
+
+  custom_option: ClassVar[None] = None
 
   stack: str
   num_layers: int

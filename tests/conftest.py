@@ -87,6 +87,19 @@ def empty_gin_configuration():
   module_imports.restrict(None)
 
 
+@pytest.fixture(scope='module', autouse=True)
+def shared_compiled_programs():
+  """Give the next file of tests the shared folder again, which `--compilation_cache_dir=off` takes away."""
+  yield
+  import jax  # after the settings above
+  from jax.experimental.compilation_cache import compilation_cache
+
+  folder = os.environ['JAX_COMPILATION_CACHE_DIR']
+  if jax.config.jax_compilation_cache_dir != folder:
+    jax.config.update('jax_compilation_cache_dir', folder)
+    compilation_cache.reset_cache()
+
+
 @pytest.fixture(params=stores.KINDS)
 def store(request, monkeypatch):
   """An empty folder of an object store, of each kind, which this process and those that it starts can reach."""

@@ -27,6 +27,8 @@ from t5x_lite.storage import files
 _KEY = re.compile(r'^[A-Za-z_][\w./]*$')
 # A function or class of a module that is called without arguments, without the @ that gin requires.
 _CALL = re.compile(r'^(?:[A-Za-z_]\w*/)*[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+\(\)$')
+# Names of macros are in capitals by convention.
+_MACRO_NAME = re.compile(r'^[A-Z][A-Z0-9_]*$')
 # Words of other languages for Python's constants.
 _LOWER_CASE_CONSTANTS = {
   'true': 'True',
@@ -447,6 +449,9 @@ def _syntax_message(
     hint = f' Write {written(quoted)}.'
   elif value.lower() in _LOWER_CASE_CONSTANTS:
     hint = f' Write {_LOWER_CASE_CONSTANTS[value.lower()]}.'
+  elif _MACRO_NAME.match(value):
+    # The macro may be defined in a file that has not been read yet, so the name alone decides.
+    hint = f' Write {written(f"%{value}")} for the macro, or {value!r} for a string.'
   elif re.match(r'^[A-Za-z_/.][\w/.:-]*$', value):
     hint = f' Strings need quotes: {value!r}.'
   return f'{where}: not gin syntax: {what.rstrip(".")}, in `{shown}`.{hint}'

@@ -257,12 +257,12 @@ class FileTask(TaskDescription):
       DataError: no file matches, or a file belongs to both splits.
     """
     pattern = self.validation_file if split == 'validation' else self.train_file
-    paths = _find(pattern or self.train_file or '', split)
+    paths = find_listed_files(pattern or self.train_file or '', f'The split {split!r} of the files')
     if self.train_file and self.validation_file:
       other = []
       with contextlib.suppress(DataError):  # For an evaluation the training files may be gone.
         patterns = self.train_file if split == 'validation' else self.validation_file
-        other = _find(patterns, 'other')
+        other = find_listed_files(patterns, 'other')
       same = {files.real_path(path) for path in other}.intersection(map(files.real_path, paths))
       if same:
         raise DataError(
@@ -293,12 +293,12 @@ class FileTask(TaskDescription):
     return f'{line}; {", ".join(texts)}'
 
 
-def _find(patterns: str, split: str) -> list[str]:
-  """Return the files of patterns that commas separate."""
+def find_listed_files(patterns: str, what: str) -> list[str]:
+  """Return the files of patterns that commas separate; see `find_files`."""
   names = [name.strip() for name in patterns.split(',')]
   if not files.is_remote(patterns) and os.path.exists(os.path.expanduser(patterns)):
     names = [patterns]  # The name of a file may have a comma.
-  return find_files(names, f'The split {split!r} of the files')
+  return find_files(names, what)
 
 
 def _name_of(patterns: str) -> str:

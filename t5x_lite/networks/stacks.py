@@ -28,6 +28,7 @@ from t5x_lite.networks.t5_blocks import PositionEncoding
 from t5x_lite.networks.t5_blocks import TokenFeedForwardFactory
 from t5x_lite.networks.t5_blocks import Tokens
 from t5x_lite.networks.t5_blocks import constrain_activations
+from t5x_lite.networks.t5_blocks import custom_option
 from t5x_lite.networks.t5_blocks import dense_everywhere
 from t5x_lite.networks.t5_blocks import feed_forward_factories
 from t5x_lite.networks.t5_blocks import layer_norm
@@ -480,13 +481,16 @@ class StackNetwork(Network):
 
   @property
   def custom_blocks(self) -> tuple[str, ...]:
-    """Names of the attributes `attention_fn` and `position_encoding` that differ from T5's."""
-    factories = []
+    """Options that make blocks that `transformers` does not have, such as `attention_fn`; it has Switch's experts."""
+    attention = []
+    feed_forward = []
     for stack in self.config.LAYER_COUNTS:
       for i in range(self.config.num_layers_of(stack)):
-        factories.append(self.attention_fn(stack, i))
-    names = []
-    if any(factory is not t5_attention for factory in factories):
+        attention.append(self.attention_fn(stack, i))
+        feed_forward.extend(feed_forward_factories(self.feed_forward_fn(stack, i)))
+    options = dict.fromkeys(map(custom_option, feed_forward))
+    names = [option for option in options if option is not None]
+    if any(factory is not t5_attention for factory in attention):
       names.append('attention_fn')
     if self.position_encoding != RELATIVE_POSITIONS:
       names.append('position_encoding')

@@ -127,6 +127,16 @@ def dense_feed_forward(config: StackConfig, name: str) -> nn.Module:
   )
 
 
+def custom_option(factory: FeedForwardFactory) -> str | None:
+  """Return the option that makes the block of a factory one that `transformers` does not have; None for its blocks.
+
+  It is the factory's attribute `custom_option`; factories without one are custom, except `dense_feed_forward`.
+  """
+  if factory is dense_feed_forward:
+    return None
+  return getattr(factory, 'custom_option', 'feed_forward_fn')
+
+
 def layer_norm(config: StackConfig, name: str) -> layers.LayerNorm:
   """Return the norm of a network, a submodule with the given name."""
   return layers.LayerNorm(epsilon=config.layer_norm_epsilon, dtype=config.dtype, name=name)

@@ -10,6 +10,7 @@ __getattr__, __dir__, __all__ = lazy_names(
       'CacheCounts',
       'count_cache_use',
       'default_folder',
+      'disable_compilation_cache',
       'log_compilations',
       'use_compilation_cache',
       'use_default_compilation_cache',

@@ -65,6 +65,12 @@ def use_compilation_cache(folder: str) -> None:
   compilation_cache.reset_cache()  # JAX keeps the first folder otherwise.
 
 
+def disable_compilation_cache() -> None:
+  """Neither load nor save compiled programs in this process, whatever JAX_COMPILATION_CACHE_DIR says."""
+  jax.config.update('jax_compilation_cache_dir', None)
+  compilation_cache.reset_cache()  # JAX keeps the first folder otherwise.
+
+
 def use_default_compilation_cache(max_bytes: int = 4 * 2**30) -> None:
   """Use the cache of this user and machine, see `default_folder`, unless JAX's settings name another or disable it.
 

@@ -916,6 +916,17 @@ _ROWS = [
     ['mine.gin:3: not gin syntax'],
     None,
   ),
+  _Row(
+    'a macro without % in a file',
+    [_File(b"include 'recipes/keyword_cloze.gin'\nEVAL_PERIOD = TRAIN_STEPS\n")],
+    ["'TRAIN_STEPS' for a string"],
+    [
+      _Remedy(
+        'Write EVAL_PERIOD = %TRAIN_STEPS for the macro',
+        _File(b"include 'recipes/keyword_cloze.gin'\nEVAL_PERIOD = %TRAIN_STEPS\n"),
+      )
+    ],
+  ),
 ]
 
 

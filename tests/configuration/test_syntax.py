@@ -146,6 +146,11 @@ def test_rejected_flags(flags, fragments):
     ('STEPS = true', ['bad.gin:1: not gin syntax', 'Write True.']),
     ('MODEL_DIR = runs/a', ['bad.gin:1', "Strings need quotes: 'runs/a'"]),
     (
+      'a.B:\n  c = CLIP_NORM_2',
+      ['bad.gin:2', "Write c = %CLIP_NORM_2 for the macro, or 'CLIP_NORM_2' for a string."],
+    ),
+    ('MODEL_DIR = CLIP_norm', ["Strings need quotes: 'CLIP_norm'."]),
+    (
       "include 'mdel.gin'",
       ["bad.gin:1: The gin file 'mdel.gin' does not exist", "Did you mean 'model.gin'?"],
     ),

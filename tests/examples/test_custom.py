@@ -65,6 +65,7 @@ def test_feed_forward_block_is_that_of_the_formula():
 
 def test_gin_file_of_the_block(load):
   module = load('squared_relu').argument('model').module
+  assert module.custom_blocks == ('feed_forward_fn',)
   shapes = jax.eval_shape(
     lambda: module.init(jax.random.key(0), **cases.tiny_batch(), enable_dropout=False)
   )

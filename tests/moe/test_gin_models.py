@@ -92,7 +92,9 @@ def test_experts_choose_in_the_encoder_alone():
 
 
 def test_switch_routes_as_published():
-  block = load_model('switch_base').module.feed_forward_fn.block
+  module = load_model('switch_base').module
+  assert module.custom_blocks == ()
+  block = module.feed_forward_fn.block
   assert (
     block.router.num_selected == 1
     and not block.router.normalize_gates

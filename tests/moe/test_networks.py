@@ -180,6 +180,28 @@ def test_blocks_are_equal_if_their_options_are():
   ) and hash(lists)
 
 
+@pytest.mark.parametrize(
+  'options, option',
+  [
+    ({}, None),
+    ({'router': routing.TokensChooseRouter(2, use_bias=True, jitter_noise=0.1)}, None),
+    ({'router': routing.TokensChooseRouter(2, num_selected=2)}, 'router'),
+    ({'router': routing.TokensChooseRouter(2, normalize_gates=True)}, 'router'),
+    ({'router': routing.TokensChooseRouter(2, score='sigmoid')}, 'router'),
+    ({'router': routing.HashRouter(2)}, 'router'),
+    ({'expert_activations': ('relu',)}, 'expert_activations'),
+    ({'expert': t5.dense_feed_forward, **_CAPACITIES}, 'expert'),
+  ],
+)
+def test_blocks_are_custom_by_the_options_that_switch_transformers_lack(options, option):
+  config = cases.tiny_config()
+  block = networks.SparseBlock(num_experts=2, **options)
+  custom = () if option is None else (f'moe.SparseBlock.{option}',)
+  layout = dict(num_encoder_sparse_layers=1, extra_mlp=True)
+  assert networks.sparse_transformer(config, block, **layout).custom_blocks == custom
+  assert t5.Transformer(config, lambda stack, layer: block).custom_blocks == custom
+
+
 def test_options_are_the_networks_unless_said():
   config = cases.tiny_config(dropout_rate=0.25, dtype='bfloat16')
   layer = networks.SparseBlock(num_experts=4)(config, 'mlp')

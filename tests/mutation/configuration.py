@@ -4,6 +4,27 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'a_folder_of_jax_is_used_in_spite_of_off',
+    't5x_lite/apps/common/flags.py',
+    '      runtime.disable_compilation_cache()\n',
+    '      pass\n',
+    'tests/runtime/test_compilation_cache.py::test_commands_use_the_default_folder',
+  ),
+  Mutant(
+    'a_placeholder_takes_arguments_of_the_vocabulary_of_the_files',
+    't5x_lite/apps/explain_sharding/command.py',
+    'placeholder/vocabularies.PassThroughVocabulary.eos_id = None\n',
+    '',
+    'tests/apps/explain_sharding/test_command.py::test_a_vocabulary_of_ids_of_the_files_is_not_built',
+  ),
+  Mutant(
+    'the_name_of_a_macro_is_taken_for_a_string',
+    't5x_lite/configuration/syntax.py',
+    'elif _MACRO_NAME.match(value):',
+    'elif False:',
+    'tests/configuration/test_syntax.py::test_rejected_files',
+  ),
+  Mutant(
     'a_module_that_is_missing_is_logged_as_imported',
     't5x_lite/configuration/module_imports.py',
     '  found = _existing_part(module)\n',

@@ -4,6 +4,13 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'a_missing_input_of_infer_has_the_split_as_its_owner',
+    't5x_lite/apps/infer/input_file.py',
+    "  own_files.find_listed_files(path, '--input')\n",
+    '',
+    'tests/apps/infer/test_command.py::test_bad_input_is_rejected_before_any_compute',
+  ),
+  Mutant(
     'a_message_reads_the_file_of_a_vocabulary',
     't5x_lite/data/vocabularies.py',
     '  return _call_text(identity)\n\n\ndef same',

@@ -4,6 +4,13 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'two_experts_of_a_token_are_taken_for_a_switch_transformer',
+    'moe/networks.py',
+    'if router.num_selected != 1 or router.normalize_gates',
+    'if router.normalize_gates',
+    'tests/moe/test_networks.py::test_blocks_are_custom_by_the_options_that_switch_transformers_lack',
+  ),
+  Mutant(
     'slots_of_experts_count_in_mfu',
     'moe/dispatch/apply.py',
     'if layers.counts_products():',

@@ -4,6 +4,14 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
   Mutant(
+    'feed_forward_blocks_of_the_user_are_not_custom',
+    't5x_lite/networks/stacks.py',
+    'feed_forward.extend(feed_forward_factories(self.feed_forward_fn(stack, i)))',
+    'feed_forward.extend(feed_forward_factories(dense_everywhere(stack, i)))',
+    'tests/apps/common/test_starting_point.py'
+    '::test_custom_blocks_are_recorded_and_options_without_effect_are_not',
+  ),
+  Mutant(
     'distances_are_spaced_beyond_the_last_bucket',
     't5x_lite/layers/relative_position.py',
     'math.log(max_distance / num_exact) * (num_buckets - num_exact)',

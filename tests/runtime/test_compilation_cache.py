@@ -44,6 +44,12 @@ def test_commands_use_the_default_folder(capsys, tmp_path, monkeypatch):
   assert (
     capsys.readouterr().out.count('No compilation cache') == 2 and not (tmp_path / 'home').exists()
   )
+  # Neither is a folder of JAX's variable used, of which a command without a flag would say that it is used.
+  for flag in ('--num_devices=8', '--compilation_cache_dir=off'):
+    jax.config.update('jax_compilation_cache_dir', str(tmp_path / 'of_jax'))
+    assert cli.main([*command, flag]) == 0
+    assert 'No compilation cache' in capsys.readouterr().out
+    assert jax.config.jax_compilation_cache_dir is None
   assert cli.main(command) == 0
   assert f'is {runtime.default_folder()}, the default' in capsys.readouterr().out
   assert runtime.default_folder().stat().st_mode & 0o777 == 0o700

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # Values of --decode, and the decoding functions as gin files write them.
 DECODE_FNS = {'mbr': '@decoding.MinimumBayesRisk()'}
+# Value of a command without --compilation_cache_dir: JAX's setting.
+_CACHE_OF_JAX = ''
 # Value of --compilation_cache_dir for no folder.
 NO_CACHE = 'off'
 _MOVED_BASE = '--gin.checkpoints.RestoreCheckpointConfig.base_path=%INITIAL_CHECKPOINT_PATH'
@@ -39,7 +41,7 @@ class Invocation(NamedTuple):
     gin_search_paths: lists of folders, separated by commas.
     allowed_modules: names of modules, separated by commas; None for any.
     mesh_selector: selector of the mesh rules; None for the hardware.
-    compilation_cache_dir: folder of compiled programs; None for the default, `NO_CACHE` for none.
+    compilation_cache_dir: folder of compiled programs; None for the default, `NO_CACHE` for none, '' for JAX's setting.
     distributed: one of `cluster_environment.MODES`; None for a command that does not compute, or if the process has
       joined its cluster.
     jax_flags: flags of the form `--jax_NAME=VALUE`.
@@ -54,7 +56,7 @@ class Invocation(NamedTuple):
   gin_search_paths: Sequence[str] = ()
   allowed_modules: str | None = None
   mesh_selector: str | None = None
-  compilation_cache_dir: str | None = NO_CACHE
+  compilation_cache_dir: str | None = _CACHE_OF_JAX
   distributed: str | None = None
   jax_flags: Sequence[str] = ()
   describe_error: Callable[[int, BaseException], Ending] | None = None
@@ -173,12 +175,12 @@ def add_gin_arguments(
       '--compilation_cache_dir',
       metavar='FOLDER',
       help='save compiled programs in this folder and load them from it, so that the next process '
-      "starts faster; 'off' for none. Default: ~/.cache/t5x_lite/programs-HASH for the features of "
-      'this CPU, up to 4 GiB, on a local disk of Linux. `t5x_lite precompile` fills the folder ahead '
-      'of time',
+      "starts faster; 'off' for none, whatever JAX_COMPILATION_CACHE_DIR says. Default: "
+      '~/.cache/t5x_lite/programs-HASH for the features of this CPU, up to 4 GiB, on a local disk of Linux. '
+      '`t5x_lite precompile` fills the folder ahead of time',
     )
   else:
-    parser.set_defaults(compilation_cache_dir=NO_CACHE)
+    parser.set_defaults(compilation_cache_dir=_CACHE_OF_JAX)
   if computes:
     _add_cluster_arguments(parser)
   else:
@@ -564,10 +566,13 @@ def load_configuration(
       f'{", ".join(gin_syntax.packaged_files("recipes"))}.'
     )
   cache = invocation.compilation_cache_dir
-  if cache not in (None, NO_CACHE):
+  if cache:
     from t5x_lite import runtime
 
-    runtime.use_compilation_cache(cache)
+    if cache == NO_CACHE:
+      runtime.disable_compilation_cache()
+    else:
+      runtime.use_compilation_cache(cache)
   flags = [gin_syntax.read_text(defaults, invocation.command, is_flag=False)]
   for flag in invocation.gin_flags:
     text = flag.removeprefix('--gin.').removeprefix('--gin_bindings=')

@@ -966,7 +966,7 @@ def layout_metadata(model: models.BaseModel) -> dict[str, Any]:
 
   Returns:
     `param_layout`, the layout of the parameter tree, and `network`: the class name of the configuration, its fields
-    that affect the meaning of parameters, and `custom_blocks` if the network has blocks other than T5's.
+    that affect the meaning of parameters, and `custom_blocks`, see `StackNetwork`, if there are any.
   """
   config = state_init.stack_config(model)
   if config is None:

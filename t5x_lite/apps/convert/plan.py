@@ -244,7 +244,7 @@ def _check_network(
     return []
   return [
     f"The network has a custom {custom}: attention kernels are converted like T5's, and programs that "
-    'read the result need the same custom code.'
+    'read the result need the same option and code.'
   ]
 
 

@@ -18,12 +18,14 @@ PLACEHOLDERS = {
   'INITIAL_CHECKPOINT_PATH': "'none'",
   'DROPOUT_RATE': '0.0',
 }
-# The vocabulary does not affect shardings either, and its file may be remote.
+# The vocabulary does not affect shardings either, and its file may be remote. The scope gives its arguments priority
+# over those of a `PassThroughVocabulary` of the files.
 _NO_VOCABULARY = """
 from __gin__ import dynamic_registration
 from t5x_lite.data import vocabularies
-VOCABULARY = @vocabularies.PassThroughVocabulary()
-vocabularies.PassThroughVocabulary.size = 1
+VOCABULARY = @placeholder/vocabularies.PassThroughVocabulary()
+placeholder/vocabularies.PassThroughVocabulary.size = 1
+placeholder/vocabularies.PassThroughVocabulary.eos_id = None
 """
 
 

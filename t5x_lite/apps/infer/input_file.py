@@ -10,6 +10,7 @@ import tempfile
 from typing import Any
 
 from t5x_lite import data
+from t5x_lite.data import own_files
 from t5x_lite.data.files import opening
 from t5x_lite.errors import ConfigError
 
@@ -70,7 +71,9 @@ def dataset_of_records(
 
   Raises:
     ConfigError: a line of text cannot fill the template.
+    DataError: the input does not exist.
   """
+  own_files.find_listed_files(path, '--input')
   cfg = configuration.argument('dataset_cfg')
   model = configuration.argument('model')
   mode = configuration.argument('mode')

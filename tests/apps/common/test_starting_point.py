@@ -421,6 +421,11 @@ def test_custom_blocks_are_recorded_and_options_without_effect_are_not():
       functools.partial(t5.t5_attention) if (stack, layer) == ('decoder', 1) else t5.t5_attention
     )
 
+  def own_in_the_last_layer(stack, layer):
+    if (stack, layer) == ('decoder', 1):
+      return (t5.dense_feed_forward, functools.partial(t5.dense_feed_forward))
+    return t5.dense_feed_forward
+
   wrapped = functools.wraps(t5.t5_attention_everywhere)(
     lambda *args: t5.t5_attention_everywhere(*args)
   )
@@ -429,6 +434,8 @@ def test_custom_blocks_are_recorded_and_options_without_effect_are_not():
   for fields, custom, left_out in (
     (dict(attention_fn=attention_fn), ['attention_fn'], set()),
     (dict(attention_fn=wrapped), None, set()),
+    (dict(feed_forward_fn=own_in_the_last_layer), ['feed_forward_fn'], set()),
+    (dict(feed_forward_fn=lambda stack, layer: (t5.dense_feed_forward,) * 2), None, set()),
     (dict(position_encoding=rotary), ['position_encoding'], relpos),
     (
       dict(attention_fn=attention_fn, position_encoding=rotary),
@@ -436,7 +443,7 @@ def test_custom_blocks_are_recorded_and_options_without_effect_are_not():
       relpos,
     ),
   ):
-    model.module = model.module.clone(**{'position_encoding': t5.RELATIVE_POSITIONS, **fields})
+    model.module = t5.Transformer(model.module.config, **fields)
     recorded = starting_point.layout_metadata(model)['network']
     assert recorded.get('custom_blocks') == custom and set(own) - set(recorded) == left_out
 

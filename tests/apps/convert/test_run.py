@@ -200,18 +200,17 @@ def test_each_array_is_read_once_and_few_at_a_time():
   assert max(sizes) == largest > 500 and len(sizes) > 5
 
 
-def test_custom_blocks_keep_their_parameters_and_have_no_hugging_face_folder():
+@pytest.mark.parametrize('custom', ['feed_forward_fn', 'position_encoding'])
+def test_custom_blocks_keep_their_parameters_and_have_no_hugging_face_folder(custom):
   state = {name: value for name, value in given.make_state().items() if 'relpos_bias' not in name}
-  network = {'num_heads': cases.SMALL.num_heads, 'custom_blocks': ['position_encoding']}
-  with pytest.raises(
-    ConfigError, match='--to=hugging_face does not support the custom position_encoding'
-  ):
+  network = {'num_heads': cases.SMALL.num_heads, 'custom_blocks': [custom]}
+  with pytest.raises(ConfigError, match=f'--to=hugging_face does not support the custom {custom}'):
     _plan(state, {'network': network}, to='hugging_face')
   with pytest.raises(ConfigError, match='The number of heads is not known'):
     _plan(state, param_layout='scalable_t5')
   for to in ('t5x', 't5x_lite'):
     plan = _plan(state, {'network': network}, to=to, param_layout='scalable_t5')
-    assert 'custom position_encoding' in plan.notes[0] and plan.network == network
+    assert f'custom {custom}' in plan.notes[0] and plan.network == network
     query = plan.arrays['target/encoder/encoder/attention/query/kernel'].shape
     assert query[2:] == (cases.SMALL.num_heads, cases.SMALL.head_dim)
   assert not any(

@@ -29,6 +29,17 @@ def test_a_model_and_a_run_are_enough(capsys):
   assert re.search(r'^parameters +\d+ +76,961,152 ', out, re.MULTILINE)
 
 
+def test_a_vocabulary_of_ids_of_the_files_is_not_built(capsys):
+  status, out, err = _explain(
+    capsys,
+    '--gin_file=models/t5_1_1_small.gin',
+    '--gin_file=runs/pretrain.gin',
+    '--gin_file=data/synthetic.gin',
+  )
+  assert status == 0, err
+  assert re.search(r'^parameters +\d+ +76,961,152 ', out, re.MULTILINE)
+
+
 def test_tensor_parallelism_divides_the_memory_per_device(capsys):
   _, out, _ = _explain(
     capsys,

@@ -281,6 +281,10 @@ def test_workers_of_a_task_by_gin_files(tmp_path, run, capsys):
     ),
     (['{run}', '--input={tmp}/inn.txt', '--output={out}'], ['inn.txt', "Did you mean 'in.txt'?"]),
     (
+      ['{run}', '--input={tmp}/no.csv', '--output={out}'],
+      ['--input: no file matches', 'no.csv', 'Write the files first'],
+    ),
+    (
       ['{run}', '--input={empty}', '--output={out}'],
       ['empty.txt', 'at least one usable line, but it is empty'],
     ),
