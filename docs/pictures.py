@@ -14,9 +14,10 @@ import sys
 from playwright import sync_api
 
 _ROOT = pathlib.Path(__file__).parents[1]
-_IMAGES = _ROOT / 'docs/images'
-_RUNS = _ROOT / 'runs/pictures'
-_TRAINED = _ROOT / 'runs/keyword_cloze'  # by `make train`
+# Relative to _ROOT, since reports show the paths of runs.
+_IMAGES = pathlib.Path('docs/images')
+_RUNS = pathlib.Path('runs/pictures')
+_TRAINED = pathlib.Path('runs/keyword_cloze')  # by `make train`
 _WINDOW = {'width': 1200, 'height': 800}  # pixels
 
 
@@ -60,8 +61,8 @@ def _run(program: str, *arguments: str | pathlib.Path) -> None:
 def _draw(browser: sync_api.Browser, page: pathlib.Path, name: str) -> None:
   """Draw the top of a page."""
   tab = browser.new_page(viewport=_WINDOW)
-  tab.goto(page.as_uri())
-  tab.screenshot(path=_IMAGES / f'{name}.png')
+  tab.goto((_ROOT / page).as_uri())
+  tab.screenshot(path=_ROOT / _IMAGES / f'{name}.png')
   print(f'docs/images/{name}.png')
 
 
