@@ -180,7 +180,7 @@ format: $(STAMP) ## sort the imports and format the code
 types: $(STAMP) $(STORES_STAMP) ## check the types of the packages (a minute)
 	$(VENV)/bin/pyright
 
-reference: $(STAMP) ## write docs/reference from the code: flags, macros, parameters, the API (seconds)
+reference: $(STAMP) ## write docs/reference from the code (flags, macros, API), and llms.txt (seconds)
 	JAX_PLATFORMS=cpu $(PY) -m docs.make_reference
 
 docs: $(DOCS_STAMP) ## build the documentation as HTML in docs/_build; executes its notebooks (5 minutes)

@@ -1,12 +1,7 @@
-"""Writes `llms.txt` (https://llmstxt.org), a list of the pages for language models, from the table of `docs/index.md`.
+"""`llms.txt` (https://llmstxt.org), a list of the pages for language models, from the table of `docs/index.md`."""
 
-python docs/llms.py
-"""
-
-import pathlib
 import re
 
-_ROOT = pathlib.Path(__file__).parents[1]
 # Pages as text, without the site's HTML.
 _PAGES = 'https://raw.githubusercontent.com/t5x-lite/t5x_lite/main/docs'
 _ROW = re.compile(
@@ -26,12 +21,3 @@ def text(index: str) -> str:
   ]
   quoted = ' '.join(re.sub(r'\[(.+?)\]\(.+?\)', r'\1', summary).split())
   return '\n'.join([heading, '', f'> {quoted}', '', '## Pages', '', *rows, ''])
-
-
-def main() -> None:
-  index = (_ROOT / 'docs/index.md').read_text(encoding='utf-8')
-  (_ROOT / 'llms.txt').write_text(text(index), encoding='utf-8')
-
-
-if __name__ == '__main__':
-  main()

@@ -1,11 +1,13 @@
-"""Write the reference, docs/reference, from the code: `make reference`. A test compares the pages with the code."""
+"""Write docs/reference from the code, and llms.txt from docs/index.md: `make reference`. Tests compare them."""
 
 import pathlib
 
 from docs import api_pages
+from docs import llms
 from docs import tables
 
-FOLDER = pathlib.Path(__file__).parent / 'reference'
+_DOCS = pathlib.Path(__file__).parent
+FOLDER = _DOCS / 'reference'
 
 _HEADER = '<!-- `make reference` writes this page from the code. After a merge conflict, run it again. -->\n\n'
 
@@ -55,6 +57,8 @@ def main() -> None:
     path = FOLDER / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding='utf-8')
+  index = (_DOCS / 'index.md').read_text(encoding='utf-8')
+  (_DOCS.parent / 'llms.txt').write_text(llms.text(index), encoding='utf-8')
 
 
 if __name__ == '__main__':

@@ -28,7 +28,7 @@ class Macro(NamedTuple):
   Attributes:
     name: name of the macro.
     value: value in gin's syntax.
-    meaning: the comment on its line or above it; empty if there is none.
+    meaning: the comment on its line or above it; empty without a comment.
   """
 
   name: str
@@ -53,11 +53,13 @@ def flags(command: str) -> list[tuple[str, str]]:
 def flag_page() -> str:
   """Return the page of the flags of each command; the flags that `train` has with the same meaning are only named."""
   lines = ['# Flags', '', 'The flags of each command, from `t5x_lite COMMAND --help`.', '']
+  of_train = flags('train')
   for command, entry in commands.COMMANDS.items():
     help_line = entry.help[0].upper() + entry.help[1:]
     lines += [f'## {command}', '', f'`t5x_lite {command}`: {in_cell(help_line)}.', '']
-    common = [row for row in flags(command) if row in flags('train') and command != 'train']
-    rows = [row for row in flags(command) if row not in common]
+    found = flags(command)
+    common = [row for row in found if row in of_train and command != 'train']
+    rows = [row for row in found if row not in common]
     lines += _table(['flag', 'meaning'], [(f'`{flag}`', meaning) for flag, meaning in rows])
     if common:
       shown = ', '.join(f'`{flag}`' for flag, _ in common)

@@ -148,7 +148,8 @@ class Follower:
   def alone(self) -> Iterator[None]:
     """Keep other followers that send this run to this tracker away, and read the position that the last one has left.
 
-    The lock is on `<name>.lock` beside the position. Object stores and file systems without locks give no protection.
+    The lock is on `<name>.lock` in the folder of the position. Object stores and file systems without locks give no
+    protection.
 
     Raises:
       ConfigError: the folder cannot be written, or see `__init__`.

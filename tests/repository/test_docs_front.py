@@ -40,7 +40,7 @@ def test_pages_name_the_address_of_the_repository(page):
 
 def test_llms_txt_is_that_of_the_index():
   written = (_ROOT / 'llms.txt').read_text(encoding='utf-8')
-  assert written == llms.text(_INDEX), 'run `python docs/llms.py`'
+  assert written == llms.text(_INDEX), 'run `make reference`'
 
 
 def test_llms_txt_links_all_pages_of_the_table():

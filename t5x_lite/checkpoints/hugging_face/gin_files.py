@@ -83,7 +83,7 @@ class GinSuggestion:
   Attributes:
     file: a model file.
     bindings: differences from the file, as `name=value`.
-    problem: property that no binding can express, as a sentence; None if there is none.
+    problem: property that no binding can express, as a sentence; None if bindings express all of them.
     files_after_run: gin files that the network needs after the file of the run.
     vocabulary_macro: macro of the file for the path of the vocabulary, a sentencepiece model or a Hugging Face folder.
   """
