@@ -690,6 +690,9 @@ def _missing_message(
     remedy = remedies.get(name, f'set --gin.{name}=VALUE')
     earlier = _set_in_an_earlier_text(name, missing[name], texts)
     if earlier is not None:
-      remedy = f'{earlier} sets it, but {missing[name]}, which is read later, requires it again: pass that file first'
+      remedy = (
+        f'{earlier} sets it, but {missing[name]}, which is read later, requires it again: pass that file first, or '
+        f'repeat the value with --gin.{name}=VALUE'
+      )
     lines.append(f'  {name}: {remedy} (required by {missing[name]})')
   return '\n'.join(lines)

@@ -65,15 +65,15 @@ class SearchedProgram:
     """Return the results.
 
     Raises:
-      NonFiniteMetricError: a result has a NaN, or an infinity with jax_debug_infs; names the operation.
+      NonFiniteMetricError: a result has a NaN, or with jax_debug_infs also an infinity; names the operation.
     """
-    tests_nan = bool(jax.config.values['jax_debug_nans'])
+    # An infinity is often gone in the results: its product with zero is a NaN. So this option includes the other.
     tests_inf = bool(jax.config.values['jax_debug_infs'])
     # Without JAX's own test, which knows only the name of the program.
     with jax.debug_nans(False), jax.debug_infs(False):
       results = self._compiled(*args)
-      if _has_bad(jax.tree.leaves(results), tests_nan, tests_inf):
-        search = _Search(tests_nan, tests_inf)
+      if _has_bad(jax.tree.leaves(results), tests_inf):
+        search = _Search(tests_inf)
         leaves = jax.tree.leaves(args)
         evaluate = jax.jit(
           functools.partial(search.run, self._traced.jaxpr), out_shardings=_replicated(leaves)
@@ -81,7 +81,7 @@ class SearchedProgram:
         flags = evaluate(*leaves)
         found = search.culprit(jax.device_get(flags))
         if found is not None:
-          raise NonFiniteMetricError(_message(self._traced.fun_name, found, tests_nan))
+          raise NonFiniteMetricError(_message(self._traced.fun_name, found, tests_inf))
     return results
 
 
@@ -94,12 +94,14 @@ def _replicated(arguments: list[Any]) -> jax.sharding.Sharding | None:
   return None
 
 
-def _message(name: str, found: 'Operation', tests_nan: bool) -> str:
-  kind = 'NaN' if tests_nan else 'infinite number'
-  option = 'jax_debug_nans' if tests_nan else 'jax_debug_infs'
+def _message(name: str, found: 'Operation', tests_inf: bool) -> str:
+  kind = 'infinite number or NaN' if tests_inf else 'NaN'
+  option = 'jax_debug_infs' if tests_inf else 'jax_debug_nans'
   where = ''
+  if 'transpose(' in found.module:
+    where = ', in the backward pass'
   if found.module:
-    where = f', in {found.module}'
+    where += f', in {found.module}'
   return (
     f'--{option}: the first {kind} of the program {name!r} is a result of the operation {found.name!r} at '
     f'{found.source}{where}. Correct this code or its inputs, or run without --{option}.'
@@ -143,8 +145,8 @@ class _Step:
 class _Search:
   """Evaluation of a program that records a flag for each value."""
 
-  def __init__(self, tests_nan: bool, tests_inf: bool):
-    self._tests = (tests_nan, tests_inf)
+  def __init__(self, tests_inf: bool):
+    self._tests_inf = tests_inf
     self._values: list[Any] = []
     self._numbers: dict[int, int] = {}
     self._steps: list[_Step] = []
@@ -159,7 +161,7 @@ class _Search:
     bodies: dict[str, Any] = {}
     results = self._evaluate(program.jaxpr, program.consts, args, '', bodies)
     self._results = [self._number(value) for value in results]
-    flags = [_is_bad(value, *self._tests) for value in self._values]
+    flags = [_is_bad(value, self._tests_inf) for value in self._values]
     return results, {'values': jnp.stack([jnp.zeros((), bool), *flags]), 'bodies': bodies}
 
   def _number(self, value: Any) -> int:
@@ -194,7 +196,7 @@ class _Search:
         )
         sizes = scan_sizes(eqn)
         if sizes is not None:
-          step.body = _Search(*self._tests)
+          step.body = _Search(self._tests_inf)
           step.is_reversed = eqn.params['reverse']
           outputs, bodies[str(len(self._steps))] = _scan(eqn, inputs, sizes, step.body)
         else:
@@ -207,7 +209,7 @@ class _Search:
   def culprit(self, flags: Any) -> Operation | None:
     """Return the operation that gives the first bad value of the results; None if only arguments are infinite."""
     found, from_argument = self._trace(flags)
-    if found is None and from_argument and self._tests[0]:
+    if found is None and from_argument and not self._tests_inf:
       return Operation('argument', 'its call', '')
     return found
 
@@ -256,21 +258,18 @@ class _Search:
     return None
 
 
-def _is_bad(value: Any, tests_nan: bool, tests_inf: bool) -> jax.Array:
-  """Return whether a value has a NaN, or an infinity: bool []."""
-  bad = jnp.zeros((), bool)
+def _is_bad(value: Any, tests_inf: bool) -> jax.Array:
+  """Return whether a value has a NaN, or with `tests_inf` also an infinity: bool []."""
   if not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
-    return bad
-  if tests_nan:
-    bad |= jnp.any(jnp.isnan(value))
+    return jnp.zeros((), bool)
   if tests_inf:
-    bad |= jnp.any(jnp.isinf(value))
-  return bad
+    return ~jnp.all(jnp.isfinite(value))
+  return jnp.any(jnp.isnan(value))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _has_bad(values: list[Any], tests_nan: bool, tests_inf: bool) -> jax.Array:
-  flags = [_is_bad(value, tests_nan, tests_inf) for value in values]
+@functools.partial(jax.jit, static_argnums=1)
+def _has_bad(values: list[Any], tests_inf: bool) -> jax.Array:
+  flags = [_is_bad(value, tests_inf) for value in values]
   return jnp.any(jnp.stack([jnp.zeros((), bool), *flags]))
 
 

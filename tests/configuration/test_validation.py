@@ -16,8 +16,8 @@ def test_a_later_file_that_requires_a_value_again_is_named(tmp_path):
   (tmp_path / 'mine.gin').write_text('STEPS = 7\n')
   message = cases.error_of(defaults=('MODEL_DIR=x',), files=('mine.gin', 'run.gin', 'model.gin'))
   assert (
-    'mine.gin:1 sets it, but run.gin:6, which is read later, requires it again: pass that file first'
-    in message
+    'mine.gin:1 sets it, but run.gin:6, which is read later, requires it again: pass that file first, or repeat the '
+    'value with --gin.STEPS=VALUE' in message
   )
 
 

@@ -228,6 +228,13 @@ MUTANTS = (
     'tests/partitioning/test_nan_search.py::test_modules_arguments_and_infinities_are_named',
   ),
   Mutant(
+    'infinities_that_become_nans_are_not_found',
+    't5x_lite/partitioning/nan_search.py',
+    'return ~jnp.all(jnp.isfinite(value))',
+    'return jnp.any(jnp.isinf(value))',
+    'tests/partitioning/test_nan_search.py::test_modules_arguments_and_infinities_are_named',
+  ),
+  Mutant(
     'rates_need_a_cpu',
     't5x_lite/schedules.py',
     'except RuntimeError:  # JAX_PLATFORMS=cuda',

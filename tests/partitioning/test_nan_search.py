@@ -122,8 +122,16 @@ def test_modules_arguments_and_infinities_are_named(options):
   infinite = partitioner.partition(lambda x, y: (x, 1 / y), None, None, donate_argnums=(0,))
   program = partitioner.compile(infinite, np.float32(np.inf), _X)
   program(np.float32(np.inf), _X)
-  with pytest.raises(NonFiniteMetricError, match="first infinite number.*'div'"):
+  with pytest.raises(NonFiniteMetricError, match="first infinite number or NaN of.*'div'"):
     program(jnp.float32(1), jnp.zeros(8))
+  # The infinity is no result: the derivative of a root at 0, times 0, is a NaN.
+  root = partitioner.partition(jax.grad(lambda x: jnp.sum(0.0 * jnp.sqrt(x))), None, None)
+  with pytest.raises(NonFiniteMetricError, match="number or NaN of.*'div'"):
+    partitioner.compile(root, jnp.zeros(8))(jnp.zeros(8))
+  options('jax_debug_infs', False)
+  options('jax_debug_nans', True)
+  with pytest.raises(NonFiniteMetricError, match="'mul'.*, in the backward pass, in transpose"):
+    partitioner.compile(root, jnp.zeros(8))(jnp.zeros(8))
 
 
 @pytest.mark.parametrize('action', ['stop', 'skip'])

@@ -742,7 +742,7 @@ def _set_seqio_folders(flags: Any, configuration: Any) -> None:
   ]
   for flag, folder in named:
     if folder and '://' not in folder and not os.path.isdir(folder):
-      logging.getLogger(__name__).warning('`%s` must be an existing folder, got %r.', flag, folder)
+      logging.getLogger(__name__).warning('%s: the folder %r does not exist.', flag, folder)
   from t5x_lite.data.seqio import packages as seqio_import
 
   seqio_import.use_folders(data_dir, cache_dirs)

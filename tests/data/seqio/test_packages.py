@@ -39,7 +39,7 @@ def test_flags_set_the_folders_of_all_tasks(state, caplog):
   )
   assert state._GLOBAL_CACHE_DIRECTORIES == ['/first', 'gs://bucket/a', '/b']
   assert 'no effect' not in caplog.text
-  assert "`--seqio_additional_cache_dirs` must be an existing folder, got '/b'." in caplog.text
+  assert "--seqio_additional_cache_dirs: the folder '/b' does not exist." in caplog.text
   assert "folder, got 'gs://" not in caplog.text
 
 
