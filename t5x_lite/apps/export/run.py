@@ -9,7 +9,7 @@ An export is a folder, written atomically (in an object store, its manifest.json
     score.stablehlo     input and target ids to scores
     params.npz          the parameters; 16-bit types other than float16 are stored as uint16
     manifest.json       shapes and types of all arrays, platforms, vocabularies and checkpoint
-    run.py, README.md   ten lines that load and run a program with jax and numpy alone
+    run.py, README.md   eleven lines that load and run a program with jax and numpy alone
     *.sentencepiece     model file of a SentencePiece vocabulary
     saved_model/        the same for TensorFlow, if requested
 
@@ -72,10 +72,12 @@ print({{k: v.tolist() for k, v in jax.jit(program.call)(variables, {arguments}).
 _FEED_TEXT = {
   'predict': """\
 rows = json.load(sys.stdin)  # a list of lists of ids, each with its end-of-sequence id
+if any(len(ids) > {inputs} for ids in rows): sys.exit('A row of inputs may have {inputs} ids at most.')
 inputs = np.zeros(({rows}, {inputs}), np.int32)
 for row, ids in zip(inputs, rows): row[:len(ids)] = ids""",
   'score': """\
 rows = json.load(sys.stdin)  # a list of pairs of lists of ids: inputs and targets, each with its end-of-sequence id
+if any(len(a) > {inputs} or len(b) > {targets} for a, b in rows): sys.exit('At most {inputs} and {targets} ids a pair.')
 inputs, targets = np.zeros(({rows}, {inputs}), np.int32), np.zeros(({rows}, {targets}), np.int32)
 for i, (a, b) in enumerate(rows): inputs[i, :len(a)], targets[i, :len(b)] = a, b""",
 }

@@ -289,10 +289,10 @@ def exported(tmp_path_factory, stored):
   return folder, inputs, targets, reference(_batch(model, inputs, targets))
 
 
-def test_ten_lines_run_it_without_this_package(tmp_path, exported, stored):
+def test_eleven_lines_run_it_without_this_package(tmp_path, exported, stored):
   folder, inputs, targets, expected = exported
   script = (folder / 'run.py').read_text()
-  assert len(script.splitlines()) == 10 and 't5x_lite' not in script
+  assert len(script.splitlines()) == 11 and 't5x_lite' not in script
   assert script in (folder / 'README.md').read_text()
   done = subprocess.run(
     [sys.executable, '-c', _FORBID, str(folder / 'run.py')],
@@ -304,6 +304,15 @@ def test_ten_lines_run_it_without_this_package(tmp_path, exported, stored):
   )
   assert done.returncode == 0, done.stderr
   found = ast.literal_eval(done.stdout)
+  too_long = subprocess.run(
+    [sys.executable, '-c', _FORBID, str(folder / 'run.py')],
+    input=json.dumps([[5] * 11]),
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+  assert too_long.returncode == 1
+  assert too_long.stderr == 'A row of inputs may have 10 ids at most.\n'
   np.testing.assert_array_equal(found['tokens'], expected['tokens'])
   np.testing.assert_allclose(found['scores'], expected['prediction_scores'], rtol=1e-5)
   # A call may have any number of rows.
@@ -433,7 +442,7 @@ def test_the_vocabulary_is_copied_and_exports_replace_each_other(
   assert (folder / facts['file']).read_bytes() == pathlib.Path(sentencepiece_model).read_bytes()
   script = (folder / 'run.py').read_text()
   assert (
-    len(script.splitlines()) == 10
+    len(script.splitlines()) == 11
     and 'score.stablehlo' in script
     and '[[[5, 6, 7, 1], [5, 6, 7, 1]]]' in (folder / 'README.md').read_text()
   )
