@@ -235,6 +235,13 @@ MUTANTS = (
     'tests/partitioning/test_nan_search.py::test_modules_arguments_and_infinities_are_named',
   ),
   Mutant(
+    'predictions_with_an_end_are_reported',
+    't5x_lite/apps/infer/run.py',
+    '~np.isin(tokens[:, -1], known)',
+    '~np.isin(tokens[:, -1], known[1:])',
+    'tests/apps/infer/test_command.py::test_predictions_that_end_are_not_reported_as_stopped',
+  ),
+  Mutant(
     'rates_need_a_cpu',
     't5x_lite/schedules.py',
     'except RuntimeError:  # JAX_PLATFORMS=cuda',

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 import os
+import shlex
 from typing import TYPE_CHECKING, NamedTuple
 
 from t5x_lite.apps.common.flags import Invocation
@@ -52,6 +53,7 @@ def find_run(path: str) -> FoundRun:
   from t5x_lite import checkpoints
   from t5x_lite.checkpoints import discovery
   from t5x_lite.checkpoints import sources
+  from t5x_lite.checkpoints.sources.peft import PeftSource
 
   path = sources.folder_of(path)
   folder = files.path(path)
@@ -89,6 +91,11 @@ def find_run(path: str) -> FoundRun:
         'It has checkpoints of another program, which cannot be verified: to use one, name it, e.g. '
         f'{checkpoints.get_checkpoint_dir(path, others[-1])}.'
       )
+    elif PeftSource.is_stored_in(folder):
+      remedy = (
+        'It is an adapter of PEFT. Name the run that it is from, or merge it into its base: t5x_lite convert '
+        f'{shlex.quote(path)} merged --to=hugging_face --base=BASE'
+      )
     raise CheckpointError(f'{path!r} has no checkpoint_<step> of t5x_lite. {remedy}')
   return FoundRun(str(absolute), path, 'latest')
 
@@ -111,12 +118,14 @@ def gin_files_of(run: FoundRun, named: Sequence[str]) -> list[str]:
     # The recipe reads sizes and vocabulary from the folder of the weights.
     flags = '--gin_file=recipes/keyword_cloze.gin'
     if checkpoints.detect_format(run.checkpoint) == 'hugging_face':
+      # The lengths of the recipe would cut texts of other data.
       flags = (
-        f'--gin_file=recipes/finetune_from_hf.gin --gin.INITIAL_CHECKPOINT_PATH={run.checkpoint}'
+        f'--gin_file=recipes/finetune_from_hf.gin --gin.INITIAL_CHECKPOINT_PATH={run.checkpoint} '
+        """--gin.TASK_FEATURE_LENGTHS="{'inputs': 512, 'targets': 128}\""""
       )
     raise ConfigError(
-      f'{run.model_dir!r} has no {CONFIG_FILE}, which defines the model. Pass gin files that define '
-      f'it, e.g. {flags}.'
+      f'{run.model_dir!r} has no {CONFIG_FILE}, which defines the model. Name the run that it is from, or pass gin '
+      f'files that define it, e.g. {flags}'
     )
   packaged = []
   others = []

@@ -97,7 +97,7 @@ echo '[{example}]' | python run.py
   `functions` in `manifest.json` lists the shapes and types of their arrays; the first argument of each program is the
   dict of variables.
 - `params.npz`: the variables by name.
-- `manifest.json`: `vocabularies` describes the conversion between text and ids{files}.
+- `manifest.json`: `vocabularies` describes the conversion between text and ids{files}.{rule}
 {saved_model}"""
 
 
@@ -425,6 +425,9 @@ def _write_texts(folder: pathlib.Path, manifest: Mapping[str, Any]) -> None:
   if mode != 'predict':
     example = f'[{ids}, {ids}]'
   copied = ', '.join(sorted(path.name for path in folder.glob('*.sentencepiece')))
+  rule = ''
+  if manifest['vocabularies']['inputs']['kind'] == 'ByteVocabulary':
+    rule = ' In a ByteVocabulary the id of a byte of UTF-8 is its value plus 3.'
   saved_model = ''
   if (folder / SAVED_MODEL).is_dir():
     signatures = ', '.join(manifest['functions'])
@@ -440,6 +443,7 @@ def _write_texts(folder: pathlib.Path, manifest: Mapping[str, Any]) -> None:
       platforms=', '.join(function['platforms']),
       jax_version=manifest['versions']['jax'],
       files=f', with {copied}' if copied else '',
+      rule=rule,
       saved_model=saved_model,
     ),
     durable=False,

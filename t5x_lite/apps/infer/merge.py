@@ -176,13 +176,13 @@ def merge_shards(paths: paths_lib.ResultPaths) -> list[int]:
 
 
 def merged_totals(paths: paths_lib.ResultPaths) -> dict[str, int]:
-  """Return 'num_examples' and 'num_cut' over all shards, after `merge_shards` has merged them."""
+  """Return the counts `paths.TOTALS` over all shards, after `merge_shards` has merged them."""
   results = []
   for i in range(paths.num_shards):
     run = paths_lib.read_json(paths.of_shard(i).shard_folder / paths_lib.RUN_FILE)
     assert run is not None  # `merge_shards` has read it
     results.append(run['result'])
-  return {name: sum(result[name] for result in results) for name in paths_lib.TOTALS}
+  return paths_lib.totals(results)
 
 
 def _check_mergeable(

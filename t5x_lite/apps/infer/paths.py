@@ -15,7 +15,7 @@ Each batch belongs to one chunk and one shard (batch b of the source to shard b 
 or duplicated by an interruption.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import hashlib
 import json
@@ -30,7 +30,7 @@ from t5x_lite.storage import files
 RUN_FILE = 'run.json'
 MERGED_FILE = 'merged.json'
 # Counts of each chunk and each result.
-TOTALS = ('num_examples', 'num_cut')
+TOTALS = ('num_examples', 'num_cut', 'num_unended')
 # Suffixes of settings whose values are hashes, which are not readable.
 _HASHES = ('.content', '.first_example')
 
@@ -108,6 +108,11 @@ def read_json(path: files.Path) -> dict[str, Any] | None:
 def write_json(path: files.Path, value: Mapping[str, Any]) -> None:
   """Write a JSON object to a file, atomically."""
   files.write(path, json.dumps(value, indent=1))
+
+
+def totals(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+  """Return the sums of the counts `TOTALS` of results; those of earlier versions have no 'num_unended'."""
+  return {name: sum(result.get(name, 0) for result in results) for name in TOTALS}
 
 
 def write_described(

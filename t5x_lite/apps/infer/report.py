@@ -31,6 +31,7 @@ class Outcome:
     num_skipped: number of invalid lines of the entire input.
     num_merged: number of examples of all shards after merging.
     num_cut: number of truncated examples, of all shards or of this one.
+    num_unended: number of predictions without an end, likewise.
     missing_shards: shards that are not complete yet.
   """
 
@@ -43,6 +44,7 @@ class Outcome:
   num_skipped: int = 0
   num_merged: int | None = None
   num_cut: int = 0
+  num_unended: int = 0
   missing_shards: Sequence[int] = ()
 
 
@@ -75,6 +77,11 @@ def _lines(outcome: Outcome) -> list[str]:
     lines.append(
       f'{_count(outcome.num_cut, "example")} {_verb(outcome.num_cut)} longer than TASK_FEATURE_LENGTHS and '
       'truncated.'
+    )
+  if outcome.num_unended:
+    lines.append(
+      f'{_count(outcome.num_unended, "prediction")} {_verb(outcome.num_unended)} stopped at the length of the targets '
+      'in TASK_FEATURE_LENGTHS, before an end: set a longer one, and another output.'
     )
   if outcome.missing_shards:
     missing = ', '.join(map(str, outcome.missing_shards))

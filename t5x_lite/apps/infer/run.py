@@ -330,6 +330,7 @@ def _finish(store: ShardStore, outcome: Outcome, cfg: InferConfig) -> None:
   totals = store.totals
   outcome.num_examples = totals['num_examples']
   outcome.num_cut = totals['num_cut']
+  outcome.num_unended = totals['num_unended']
   outcome.first_file = next(iter(store.chunk_paths), None)
   if not cfg.merge_chunked_results and not store.is_complete:
     return
@@ -345,6 +346,7 @@ def _finish(store: ShardStore, outcome: Outcome, cfg: InferConfig) -> None:
       merged = merged_totals(store.paths)
       outcome.num_merged = merged['num_examples']
       outcome.num_cut = merged['num_cut']
+      outcome.num_unended = merged['num_unended']
 
 
 def _chunk_writer(store: ShardStore | None, cfg: InferConfig) -> ChunkWriter:
@@ -354,11 +356,15 @@ def _chunk_writer(store: ShardStore | None, cfg: InferConfig) -> ChunkWriter:
   else:
     vocabulary = cfg.model.output_vocabulary
   labels = decoding.labels_of(cfg.model.decode_fn)
+  ends = (vocabulary.pad_id, vocabulary.eos_id, *getattr(cfg.model, 'stop_token_ids', ()))
 
   def write(first, num_batches, examples, inferences):
     if store is None:
       return
     outputs, aux = inferences
+    num_unended = 0
+    if cfg.mode != 'score' and labels is None:
+      num_unended = _count_unended(np.asarray(outputs), ends)
     if not cfg.keep_aux_as_numpy:
       aux = jax.tree.map(lambda values: values.tolist(), aux)
       if labels is not None and 'scores' in aux:
@@ -368,6 +374,7 @@ def _chunk_writer(store: ShardStore | None, cfg: InferConfig) -> ChunkWriter:
       num_batches,
       len(examples),
       sum(example.is_cut for example in examples),
+      num_unended,
       lambda path: cfg.write_fn(
         str(path),
         (outputs, aux),
@@ -378,6 +385,19 @@ def _chunk_writer(store: ShardStore | None, cfg: InferConfig) -> ChunkWriter:
     )
 
   return write
+
+
+def _count_unended(tokens: np.ndarray, ends: Sequence[int | None]) -> int:
+  """Return how many predictions fill all positions, so that their texts may be cut.
+
+  Args:
+    tokens: int32 [examples, length], or [examples, decodes, length] with the best decode last.
+    ends: ids, one of which is at the last position of a prediction with an end.
+  """
+  if tokens.ndim == 3:
+    tokens = tokens[:, -1]
+  known = [token for token in ends if token is not None]
+  return int(np.sum(~np.isin(tokens[:, -1], known)))
 
 
 class _Counter:

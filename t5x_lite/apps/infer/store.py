@@ -30,6 +30,7 @@ class Chunk:
     num_examples: number of examples.
     num_cut: number of truncated examples.
     file: size, hash and number of lines of the file.
+    num_unended: number of predictions without an end; 0 in results of earlier versions.
   """
 
   first: int
@@ -37,6 +38,7 @@ class Chunk:
   num_examples: int
   num_cut: int
   file: Mapping[str, Any]
+  num_unended: int = 0
 
 
 class ShardStore:
@@ -151,9 +153,9 @@ class ShardStore:
 
   @property
   def totals(self) -> dict[str, int]:
-    """Sums of 'num_examples' and 'num_cut' over the results on disk."""
+    """Sums of the counts `paths.TOTALS` over the results on disk."""
     if self.is_complete:
-      return {name: self._run['result'][name] for name in paths_lib.TOTALS}
+      return paths_lib.totals([self._run['result']])
     return {name: sum(getattr(chunk, name) for chunk in self._chunks) for name in paths_lib.TOTALS}
 
   def begin(self) -> None:
@@ -192,6 +194,7 @@ class ShardStore:
     num_batches: int,
     num_examples: int,
     num_cut: int,
+    num_unended: int,
     write_fn: Callable[[pathlib.Path], None],
   ) -> None:
     """Write the results of the next batches.
@@ -201,6 +204,7 @@ class ShardStore:
       num_batches: number of batches.
       num_examples: number of examples.
       num_cut: number of truncated examples.
+      num_unended: number of predictions without an end.
       write_fn: writes a file at the given path.
 
     Raises:
@@ -216,6 +220,7 @@ class ShardStore:
       num_batches=num_batches,
       num_examples=num_examples,
       num_cut=num_cut,
+      num_unended=num_unended,
       file=paths_lib.write_described(path, write_fn),
     )
     paths_lib.write_json(self._chunk_path(first, '.json'), dataclasses.asdict(chunk))

@@ -599,8 +599,8 @@ class TrainLoop:
       newest = f'The same command resumes from step {sound:,}, the newest sound checkpoint'
     return (
       f'Training stopped at step {step:,} in {self.run.cfg.model_dir}: {what}. {newest}. Lower the learning rate, '
-      'clip gradients, check the data, or set `trainer.NonFinitePolicy.action`. To find the operation of a NaN, run the '
-      'same command with --jax_debug_nans=true.'
+      'clip gradients, check the data, or set `trainer.NonFinitePolicy.action`. To find the operation of a NaN, run '
+      'the same command with --jax_debug_nans=true.'
     )
 
 

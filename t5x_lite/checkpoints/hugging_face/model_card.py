@@ -7,7 +7,14 @@ from t5x_lite.checkpoints.hugging_face.architecture import Architecture
 from t5x_lite.checkpoints.hugging_face.families import Family
 
 README_FILE = 'README.md'
-_TOKENIZER_LINE = 'tokenizer = AutoTokenizer.from_pretrained(folder)\n'
+_TOKENIZER_LINES = """\
+tokenizer = AutoTokenizer.from_pretrained(folder)
+
+
+def answer(text):
+  ids = model.generate(**tokenizer(text, return_tensors='pt'), max_new_tokens=128)
+  return tokenizer.decode(ids[0], skip_special_tokens=True)
+"""
 # The class of `Auto` classes that loads all families.
 _AUTO_CLASS = 'AutoModelForSeq2SeqLM'
 _UNSCALED = """
@@ -132,7 +139,7 @@ def text_of(
     f'\n```python\nfrom transformers import {imported}\n\n'
     "folder = '.'  # this folder, or its name on the hub\n"
     f'model = {_AUTO_CLASS}.from_pretrained(folder)\n'
-    f'{_TOKENIZER_LINE if has_tokenizer else ""}```\n'
+    f'{_TOKENIZER_LINES if has_tokenizer else ""}```\n'
   )
   if not arch.logits_via_embedding:
     parts.append(_UNTIED_UMT5 if family.model_type == 'umt5' else _UNTIED)

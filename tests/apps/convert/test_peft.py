@@ -1,17 +1,20 @@
 """Adapters of runs as folders of PEFT and back, merged weights, and errors before anything is written."""
 
 import json
+import shlex
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from t5x_lite import checkpoints
+from t5x_lite.apps.common import runs
 from t5x_lite.apps.convert import plan as convert_plan
 from t5x_lite.apps.convert import report as convert_report
 from t5x_lite.apps.convert import run as convert
 from t5x_lite.checkpoints import hugging_face
 from t5x_lite.checkpoints import sources
+from t5x_lite.command_line import cli
 from t5x_lite.errors import CheckpointError, ConfigError
 from tests import stores
 from tests.apps.convert import convert_cases as given
@@ -88,6 +91,19 @@ def test_a_folder_and_its_base_are_merged(tmp_path, family):
   report = convert_report.describe(done)
   assert f'from {adapter} (PEFT adapter' in report and 'kernels is merged' in report
   assert 'is merged' in (tmp_path / 'out' / 'README.md').read_text()
+
+
+def test_a_folder_that_is_named_as_a_run_is_merged_by_the_command_of_the_error(
+  tmp_path, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  given.folder(tmp_path / 'base', 't5_1_1')
+  _adapter(tmp_path / 'adapter', cases.SMALL)
+  with pytest.raises(CheckpointError, match='It is an adapter of PEFT. Name the run') as error:
+    runs.find_run('adapter')
+  command = str(error.value).rpartition(': t5x_lite ')[2].replace('BASE', 'base')
+  assert cli.main(shlex.split(command)) == 0
+  assert runs.find_run('merged').mode == 'specific'
 
 
 def test_merging_rounds_once(tmp_path):

@@ -114,6 +114,7 @@ def work(
           len(batches[first : first + period]),
           len(chunk),
           0,
+          1,
           lambda path, text=''.join(chunk): path.write_text(text),
         )
       if stop_after is not None:

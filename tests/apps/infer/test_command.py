@@ -78,6 +78,7 @@ def test_a_run_and_a_file_of_lines(tmp_path, run, capsys):
     'out.jsonl: 3 examples in ',
     '1 line of the input was invalid and skipped',
     '1 example was longer than TASK_FEATURE_LENGTHS',
+    '3 predictions were stopped',
     'naive ä',
   ):
     assert text in out
@@ -90,6 +91,14 @@ def test_a_run_and_a_file_of_lines(tmp_path, run, capsys):
     'out.jsonl',
     'out.jsonl.run',
   ]
+
+
+def test_predictions_that_end_are_not_reported_as_stopped(tmp_path, run, capsys):
+  (tmp_path / 'in.txt').write_text('a line\n')
+  any_token = f'--gin.models.EncoderDecoderModel.stop_token_ids={[*range(2, 384)]}'
+  argv = (run, f'--input={tmp_path}/in.txt', f'--output={tmp_path}/out.jsonl', any_token)
+  status, out, _ = _main(capsys, *argv)
+  assert status == 0 and '1 example in' in out and 'stopped at' not in out
 
 
 def test_named_files_and_a_run_without_config(tmp_path, run, capsys):

@@ -9,6 +9,7 @@ from t5x_lite import errors
 from t5x_lite.apps.infer.merge import merge_chunks_to_file
 from t5x_lite.apps.infer.merge import merge_chunks_to_table
 from t5x_lite.apps.infer.merge import merge_shards
+from t5x_lite.apps.infer.merge import merged_totals
 from t5x_lite.apps.infer.paths import ResultPaths
 from t5x_lite.apps.infer.store import ShardStore
 from t5x_lite.storage import files
@@ -44,6 +45,13 @@ def test_shards_in_any_order_make_one_file_in_the_order_of_the_source(tmp_path, 
   for shard_id in reversed(range(num_shards)):
     store = cases.work(tmp_path, total, shard_id=shard_id, num_shards=num_shards)
     assert merge_shards(store.paths) == list(range(shard_id))
+  # One for each of the chunks, which have at most two batches.
+  num_chunks = sum(-(-len(cases.batches_of(total, i, num_shards)) // 2) for i in range(num_shards))
+  assert merged_totals(store.paths) == {
+    'num_examples': total,
+    'num_cut': 0,
+    'num_unended': num_chunks,
+  }
   assert (tmp_path / 'r.jsonl').read_text() == ''.join(cases.make_lines(total))
 
 
@@ -65,7 +73,7 @@ def test_shards_that_began_at_once_with_other_settings_are_not_merged(tmp_path):
   paths.shard_folder.parent.mkdir(parents=True, exist_ok=True)
   elsewhere.shard_folder.rename(paths.shard_folder)
   stores[1].paths = paths
-  stores[1].write_chunk(0, 1, 3, 0, lambda path: path.write_text('x\n' * 3))
+  stores[1].write_chunk(0, 1, 3, 0, 0, lambda path: path.write_text('x\n' * 3))
   stores[1].end_chunks(7)
   stores[1].finish()
   with pytest.raises(errors.ConfigError, match='has other settings than .*00000-of-00002'):
@@ -94,7 +102,7 @@ def test_shards_without_a_line_for_each_example_stay_apart(tmp_path):
     paths.shard_folder.mkdir(parents=True)
     store = ShardStore(paths, cases.IDENTITY, cases.BATCH_SIZE)
     store.begin()
-    store.write_chunk(0, 1, 3, 0, lambda path: path.write_bytes(b'binary'))
+    store.write_chunk(0, 1, 3, 0, 0, lambda path: path.write_bytes(b'binary'))
     store.end_chunks(6)
     store.finish()
   with pytest.raises(errors.ConfigError, match='0 lines for 3 examples'):

@@ -1,6 +1,7 @@
 """Results on the disk: whatever step a process is killed at, the next one writes every example once, in order."""
 
 import errno
+import json
 import os
 import random
 
@@ -62,10 +63,25 @@ def test_a_damaged_chunk_and_later_ones_are_computed_again(tmp_path):
   assert (tmp_path / 'r.jsonl').read_text() == ''.join(cases.make_lines(20))
 
 
+def test_results_of_earlier_versions_resume(tmp_path):
+  store = cases.work(tmp_path, 20, stop_after=4)
+  for path in store.paths.shard_folder.glob('chunk-*.json'):
+    facts = json.loads(path.read_text())
+    del facts['num_unended']
+    path.write_text(json.dumps(facts))
+  store = cases.work(tmp_path, 20, stop_after=0)
+  assert store.next_batch == 4 and store.totals['num_unended'] == 0
+  path = cases.work(tmp_path, 20).paths.shard_folder / 'run.json'
+  facts = json.loads(path.read_text())
+  del facts['result']['num_unended']
+  path.write_text(json.dumps(facts))
+  assert cases.work(tmp_path, 20).totals == {'num_examples': 20, 'num_cut': 0, 'num_unended': 0}
+
+
 def test_a_chunk_after_one_that_could_not_be_written_is_rejected(tmp_path):
   store = cases.work(tmp_path, 20, stop_after=2)
   with pytest.raises(RuntimeError, match='`first` must be 2, .* got 4'):
-    store.write_chunk(4, 1, 3, 0, lambda path: path.write_text('{}\n' * 3))
+    store.write_chunk(4, 1, 3, 0, 0, lambda path: path.write_text('{}\n' * 3))
 
 
 def test_complete_results_that_were_changed_or_moved(tmp_path):
@@ -98,7 +114,7 @@ def test_an_error_of_a_full_disk_names_the_file(tmp_path):
 
   store = cases.work(tmp_path, 7, stop_after=1)
   with pytest.raises(OSError, match=r"No space left on device: .*chunk-0000000001.jsonl'"):
-    store.write_chunk(1, 1, 3, 0, write)
+    store.write_chunk(1, 1, 3, 0, 0, write)
   assert not list(tmp_path.rglob('chunk-0000000001*'))
 
 
