@@ -21,6 +21,10 @@ _REMEDIES = {
   'fp16': 'Set --gin.network.T5Config.dtype=bfloat16, which needs no scaling of the loss',
   'helpxml': 'Write --help',
   'module_import': 'Set --gin.MIXTURE_OR_TASK_MODULE=MODULE, or import the module in a gin file',
+  'num_devices': (
+    'explain_sharding and precompile have it. For virtual devices in other commands set the environment variable '
+    'XLA_FLAGS=--xla_force_host_platform_device_count=N'
+  ),
   'only_check_args': 'Write --dry_run',
   'pdb': _DEBUGGER,
   'per_device_train_batch_size': 'BATCH_SIZE counts the rows of all devices: set --gin.BATCH_SIZE=N',

@@ -119,6 +119,7 @@ def test_flags_of_files_replace_flagfile(tmp_path, monkeypatch):
     ('--pdb_post_mortem', ['python -m pdb']),
     ('--norun_with_profiling', ['cProfile']),
     ('--only_check_args', ['--dry_run']),
+    ('--num_devices=8', ['explain_sharding and precompile', 'host_platform_device_count=N']),
     (
       '--stderrthreshold=loud',
       ['--stderrthreshold: must be debug, info, warning, error', "'loud'"],
@@ -360,5 +361,5 @@ def test_sentences_do_not_catch_flags_that_exist():
     assert not [
       flag
       for flag in cli._options(cli._parser([command], cli.T5X_LITE), command)
-      if cli_flags.remedy(flag)
+      if flag != '--num_devices' and cli_flags.remedy(flag)
     ]
