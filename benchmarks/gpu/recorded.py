@@ -78,7 +78,7 @@ def _measure(file: str, limit: float) -> Iterator[items.Row]:
   row['failed'] = len(failed)
   row['names of the failed'] = ', '.join(failed)
   if process.returncode < 0:
-    row['note'] = f'ended after {limit:.0f} s, before the last test'
+    row['note'] = f'ended by signal {-process.returncode} before the last test; limit {limit:.0f} s'
   elif not outcomes['PASSED'] and not failed:
     row['note'] = ' | '.join(lines[-2:])[:300]
   yield row
