@@ -46,6 +46,8 @@ def _environment() -> dict[str, str]:
     **os.environ,
     'JAX_DEFAULT_MATMUL_PRECISION': 'highest',
     'JAX_DISABLE_MOST_OPTIMIZATIONS': 'false',
+    # The installation of JAX may have plugins of pytest next to it.
+    'PYTEST_DISABLE_PLUGIN_AUTOLOAD': '1',
   }
 
 

@@ -53,6 +53,8 @@ TINY = Case(64, 2, 2, 128, 2, lengths=(16, 8), vocab_size=256)
 _LARGEST_BATCH = {'real': 4096, 'tiny': 4}
 # Steps of a measurement, after two that do not count.
 _NUM_STEPS = {'real': 8, 'tiny': 2}
+# Seconds of a case.
+_LIMIT = 100.0
 # Share of the device's memory that programs may need: the rest is fragments and the programs themselves.
 _MEMORY_SHARE = 0.97
 # Bytes from which a device takes twice the first batch.
@@ -292,17 +294,29 @@ def next_batch(row: items.Row, limit: float | None) -> int | None:
 
 
 def _measure(case: Case, num_steps: int, largest: int) -> Iterator[items.Row]:
-  """Yield a row for each batch size that is tried until the largest one that fits is known."""
+  """Yield a row for each batch size that is tried until the largest one that fits is known.
+
+  The search ends before the limit of the item, after which the process would be killed and another one started.
+  """
+  begin = time.monotonic()
   limit = items.device_bytes()
   batch: int | None = case.batch
   if limit is not None and limit > _LARGE_DEVICE:
     batch = 2 * case.batch
   tried = set()
-  while batch is not None and 1 <= batch <= largest and batch not in tried:
+  while batch is not None:
     tried.add(batch)
+    start = time.monotonic()
     row = measure_batch(case, batch, num_steps)
-    yield row
+    now = time.monotonic()
     batch = next_batch(row, limit)
+    if batch in tried or batch is not None and not 1 <= batch <= largest:
+      batch = None
+    elif batch is not None and 2 * now - start - begin > _LIMIT:
+      # It would take at least as long as the one before.
+      row['note'] = f'no time was left for a batch of {batch}'
+      batch = None
+    yield row
 
 
 def program_of(case: Case, batch_size: int):
@@ -321,7 +335,7 @@ def make_items(sizes: str) -> list[items.Item]:
       name=name,
       measure=functools.partial(_measure, case, _NUM_STEPS[sizes], _LARGEST_BATCH[sizes]),
       programs=functools.partial(_programs, case),
-      limit=100.0,
+      limit=_LIMIT,
     )
     for name, case in _CASES[sizes].items()
   ]

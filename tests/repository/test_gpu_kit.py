@@ -304,6 +304,22 @@ def test_batches_are_searched_by_memory(fits, memory, limit, expected):
   assert training.next_batch(row, limit) == expected
 
 
+def test_the_search_ends_before_the_limit(monkeypatch):
+  now = 0.0
+
+  def measure(case, batch_size, num_steps):
+    nonlocal now
+    now += 40.0
+    return {'batch': batch_size, 'fits': True}
+
+  monkeypatch.setattr(training, 'measure_batch', measure)
+  monkeypatch.setattr(training.time, 'monotonic', lambda: now)
+  # A third batch would end after 120 of 100 seconds.
+  first, last = training._measure(training.TINY, 1, 4096)
+  assert 'note' not in first
+  assert last == {'batch': 4, 'fits': True, 'note': 'no time was left for a batch of 8'}
+
+
 class _Program:
   """A step of 10 kB that has too little memory, or another error, when it gets its state."""
 
