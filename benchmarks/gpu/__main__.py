@@ -19,16 +19,24 @@ _FOLDER = pathlib.Path('build/gpu')
 # Seconds of all parts: on a GPU, nine minutes less the installation; in the rehearsal, on a busy machine.
 _SECONDS = {'real': 525, 'tiny': 480}
 # Shares of the parts, in the order of `worker.PARTS`.
-_SHARES = {'real': (11, 11, 36, 18, 14, 10), 'tiny': (45, 10, 15, 12, 15, 5)}
+_SHARES = {'real': (11, 12, 36, 16, 19, 6), 'tiny': (45, 10, 15, 12, 15, 5)}
 # Share of the device's memory that a process takes; other parts start processes that need memory too.
 _MEMORY_SHARES = {'attention': '0.9', 'training': '0.95', 'experts': '0.95'}
+# Variables of the caller that would change the memory; JAX raises for both names of the share.
+_DROPPED = (
+  'XLA_PYTHON_CLIENT_ALLOCATOR',
+  'XLA_PYTHON_CLIENT_MEM_FRACTION',
+  'XLA_PYTHON_CLIENT_PREALLOCATE',
+)
 
 
 def _environment(part: str, sizes: str, folder: pathlib.Path) -> dict[str, str]:
   """Return the environment of the process of a part."""
-  found = {
-    **os.environ,
-    'XLA_PYTHON_CLIENT_MEM_FRACTION': _MEMORY_SHARES.get(part, '0.4'),
+  found = {name: value for name, value in os.environ.items() if name not in _DROPPED}
+  found |= {
+    # Batches, peak rates and goals are those of one GPU.
+    'CUDA_VISIBLE_DEVICES': os.environ.get('CUDA_VISIBLE_DEVICES', '0').split(',')[0],
+    'XLA_CLIENT_MEM_FRACTION': _MEMORY_SHARES.get(part, '0.4'),
     # Learning-rate schedules and others use the CPU too.
     'JAX_PLATFORMS': 'cuda,cpu',
     # Equal programs of a part are compiled once.

@@ -7,7 +7,6 @@ relative to that of the reference; for tokens it is the share of different ones.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-import concurrent.futures
 import dataclasses
 import functools
 import os
@@ -289,20 +288,17 @@ def trace(case: Case, variant: str) -> Any:
     return jax.jit(functools.partial(case.compute, variant=variant)).trace(case.shapes())
 
 
-def compute(case: Case, variant: str, lowered: Any = None) -> list[Any]:
+def compute(case: Case, program: Any) -> list[Any]:
   """Return the leaves of the results of a case, as NumPy arrays; bfloat16 as float32.
 
   Args:
     case: the case.
-    variant: the variant.
-    lowered: its program before compilation; None to make it.
+    program: the compiled program of a variant.
   """
   import jax
   import numpy as np
 
-  if lowered is None:
-    lowered = trace(case, variant).lower()
-  results = lowered.compile()(items.random_like(case.shapes(), case.scale))
+  results = program(items.random_like(case.shapes(), case.scale))
   leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(results)]
   return [leaf.astype(np.float32) if leaf.dtype.name == 'bfloat16' else leaf for leaf in leaves]
 
@@ -334,7 +330,7 @@ def write_reference(folder: pathlib.Path, sizes: str) -> None:
 
   for index, case in enumerate(cases(sizes)):
     temporary = folder / f'{index}.tmp.npz'
-    np.savez(temporary, *compute(case, 'float32'))
+    np.savez(temporary, *compute(case, trace(case, 'float32').lower().compile()))
     temporary.rename(folder / f'{index}.npz')
 
 
@@ -377,21 +373,16 @@ class Reference:
 
 
 def _measure(case: Case, index: int, reference: Reference) -> Iterator[items.Row]:
-  with concurrent.futures.ThreadPoolExecutor() as pool:
-    # Compilation takes most of the time, and does not hold Python's lock.
-    results = {
-      variant: pool.submit(compute, case, variant, trace(case, variant).lower())
-      for variant in case.tolerances
-    }
+  programs = items.compile_together(_programs(case))
   for variant, tolerance in case.tolerances.items():
     row: items.Row = {'case': case.name, 'variant': variant}
     try:
-      row['error'] = error_of(results[variant].result(), reference.leaves(index))
+      row['error'] = error_of(compute(case, programs[variant].result()), reference.leaves(index))
       row['tolerance'] = tolerance
       row['passes'] = bool(row['error'] <= tolerance)
     except Exception as error:  # A variant that fails must not end the others.
       row['passes'] = False
-      row['note'] = f'{type(error).__name__}: {error}'.splitlines()[0][:300]
+      row['note'] = items.note_of(error)
     yield row
 
 
@@ -407,6 +398,7 @@ def make_items(sizes: str) -> list[items.Item]:
       name=case.name,
       measure=functools.partial(_measure, case, index, reference),
       programs=functools.partial(_programs, case),
+      limit=45.0,
     )
     for index, case in enumerate(cases(sizes))
   ]

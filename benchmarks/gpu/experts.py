@@ -103,10 +103,13 @@ def _measure_layer(shape: Shape, num_experts: int) -> Iterator[items.Row]:
   import jax
 
   dense_seconds = None
+  programs = items.compile_together(
+    {form: functools.partial(_trace, shape, form, num_experts) for form in _forms()}
+  )
   for form in _forms():
     row = {'form': form, 'experts': num_experts}
     try:
-      program = _trace(shape, form, num_experts).lower().compile()
+      program = programs[form].result()
       arguments = items.random_like(_shapes(shape, form, num_experts))
       jax.block_until_ready(program(*arguments))
       call = functools.partial(program, *arguments)
@@ -118,7 +121,7 @@ def _measure_layer(shape: Shape, num_experts: int) -> Iterator[items.Row]:
         row['time / dense'] = seconds / dense_seconds
       row['temporaries, MB'] = program.memory_analysis().temp_size_in_bytes / 1e6
     except Exception as error:  # A kernel that this device does not have must not end the others.
-      row['note'] = f'{type(error).__name__}: {error}'.splitlines()[0][:300]
+      row['note'] = items.note_of(error)
     yield row
 
 
@@ -137,8 +140,12 @@ def _measure_models(sizes: str) -> Iterator[items.Row]:
   dense_rate = None
   for num_experts in (0, *_NUM_EXPERTS[sizes]):
     case = dataclasses.replace(model, num_experts=num_experts)
-    found = training.measure_batch(case, _BATCHES[sizes], _NUM_STEPS[sizes])
-    row = {'model': f'{num_experts} experts' if num_experts else 'dense twin', **found}
+    row = {'model': f'{num_experts} experts' if num_experts else 'dense twin'}
+    try:
+      row.update(training.measure_batch(case, _BATCHES[sizes], _NUM_STEPS[sizes]))
+    except Exception as error:  # A model that fails must not end the others.
+      row['note'] = items.note_of(error)
+      row['passes'] = False
     rate = row.get('sequences/s')
     if not num_experts:
       dense_rate = rate

@@ -1,6 +1,7 @@
 """Items of a part: what is measured, and the programs that are lowered for CUDA on machines without a GPU."""
 
 from collections.abc import Callable, Iterator, Mapping
+import concurrent.futures
 import dataclasses
 import statistics
 import time
@@ -63,9 +64,36 @@ def matmul_tflops(dtype: str, size: int) -> float:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-  """Return whether an error of XLA says that the memory of the device does not suffice."""
-  text = str(error)
-  return 'RESOURCE_EXHAUSTED' in text or 'Out of memory' in text
+  """Return whether an error of XLA, CUDA or its libraries says that the memory of the device does not suffice."""
+  text = str(error).lower().replace('_', ' ')
+  return any(words in text for words in ('resource exhausted', 'out of memory', 'alloc failed'))
+
+
+def note_of(error: BaseException) -> str:
+  """Return the type and the first line of an error, for a row."""
+  return f'{type(error).__name__}: {error}'.splitlines()[0][:300]
+
+
+def compile_together(
+  traces: Mapping[str, Callable[[], Any]],
+) -> dict[str, concurrent.futures.Future]:
+  """Trace programs one after the other and compile them at the same time, which does not hold Python's lock.
+
+  Args:
+    traces: functions that return a `jax.stages.Traced`, by name.
+
+  Returns:
+    Name to a future that is done, with the compiled program or the error of the program.
+  """
+  found = {}
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    for name, trace in traces.items():
+      try:
+        found[name] = pool.submit(trace().lower().compile)
+      except Exception as error:
+        found[name] = concurrent.futures.Future()
+        found[name].set_exception(error)
+  return found
 
 
 def program_bytes(program: Any) -> int:

@@ -46,6 +46,8 @@ def _environment() -> dict[str, str]:
     **os.environ,
     'JAX_DEFAULT_MATMUL_PRECISION': 'highest',
     'JAX_DISABLE_MOST_OPTIMIZATIONS': 'false',
+    # The installation of JAX may have plugins of pytest next to it.
+    'PYTEST_DISABLE_PLUGIN_AUTOLOAD': '1',
   }
 
 
@@ -78,7 +80,7 @@ def _measure(file: str, limit: float) -> Iterator[items.Row]:
   row['failed'] = len(failed)
   row['names of the failed'] = ', '.join(failed)
   if process.returncode < 0:
-    row['note'] = f'ended after {limit:.0f} s, before the last test'
+    row['note'] = f'ended by signal {-process.returncode} before the last test; limit {limit:.0f} s'
   elif not outcomes['PASSED'] and not failed:
     row['note'] = ' | '.join(lines[-2:])[:300]
   yield row

@@ -13,7 +13,7 @@ def _cell(value: Any) -> str:
     return 'yes' if value else '**no**'
   if isinstance(value, float):
     return f'{value:.4g}'
-  return str(value).replace('|', '\\|')
+  return ' '.join(str(value).replace('|', '\\|').split())
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> str:

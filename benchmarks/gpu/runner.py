@@ -93,7 +93,9 @@ def _end(process: subprocess.Popen) -> None:
   """Kill a process and those that it started."""
   with contextlib.suppress(ProcessLookupError):
     os.killpg(process.pid, signal.SIGKILL)
-  process.wait()
+  # A driver that hangs may keep it.
+  with contextlib.suppress(subprocess.TimeoutExpired):
+    process.wait(timeout=10)
 
 
 class Runner:
@@ -136,13 +138,10 @@ class Runner:
   def write(self) -> None:
     """Write the results, each file at once."""
     with self._lock:
-      texts = {
-        'results.json': json.dumps(self.results, indent=1) + '\n',
-        'results.md': report.to_markdown(self.results),
-      }
-      for name, text in texts.items():
+      writers = {'results.json': _to_json, 'results.md': report.to_markdown}
+      for name, to_text in writers.items():
         temporary = self._folder / f'.{name}.new'
-        temporary.write_text(text, encoding='utf-8')
+        temporary.write_text(to_text(self.results), encoding='utf-8')
         temporary.replace(self._folder / name)
 
   def run(self, parts: list[str], in_background: list[str] | None = None) -> None:
@@ -233,6 +232,10 @@ class Runner:
         time.sleep(_PERIOD)
     finally:
       _end(process)
+
+
+def _to_json(results: Mapping[str, Any]) -> str:
+  return json.dumps(results, indent=1) + '\n'
 
 
 def _last_line(log: pathlib.Path) -> str:

@@ -11,6 +11,7 @@ import math
 import time
 from typing import Any
 
+from benchmarks import common
 from benchmarks.gpu import items
 
 
@@ -52,6 +53,8 @@ TINY = Case(64, 2, 2, 128, 2, lengths=(16, 8), vocab_size=256)
 _LARGEST_BATCH = {'real': 4096, 'tiny': 4}
 # Steps of a measurement, after two that do not count.
 _NUM_STEPS = {'real': 8, 'tiny': 2}
+# Seconds of a case.
+_LIMIT = 100.0
 # Share of the device's memory that programs may need: the rest is fragments and the programs themselves.
 _MEMORY_SHARE = 0.97
 # Bytes from which a device takes twice the first batch.
@@ -71,6 +74,8 @@ _CASES: Mapping[str, Mapping[str, Case]] = {
     'large': _LARGE,
     'xl': _XL,
     'small': _SMALL,
+    # If a fused kernel of the GPU fails, there are still figures.
+    'base, blockwise attention': _with(BASE, attention_kernel='blockwise'),
     'base, all logits at once': _with(BASE, loss_chunk_size=0),
     'large, remat minimal': _with(_LARGE, 128, remat_policy='minimal'),
     'large, remat full': _with(_LARGE, 512, remat_policy='full'),
@@ -156,21 +161,14 @@ class Step:
   """Training step of a case at a batch size.
 
   Attributes:
-    batch_size: rows of a batch.
+    batch: a batch of random tokens, on the device.
     trainer: the `Trainer`, with the shapes of a state.
   """
 
   def __init__(self, case: Case, batch_size: int):
-    """Trace the state; compute nothing."""
-    import jax
-    import jax.numpy as jnp
-
+    """Trace the state; compute only a batch."""
     from t5x_lite import partitioning
-    from t5x_lite import state_init
-    from t5x_lite import trainer as trainer_lib
 
-    self._case = case
-    self.batch_size = batch_size
     partitioner = partitioning.PjitPartitioner(num_partitions=1)
     if case.num_experts:
       import moe
@@ -180,29 +178,16 @@ class Step:
         num_partitions=1,
         logical_axis_rules=moe.head_logical_axis_rules(1, 1),
       )
-    model = model_of(case)
-    shapes = shapes_of(case, batch_size)
-    initializer = state_init.TrainStateInitializer(
-      model.optimizer_def,
-      model.get_initial_variables,
-      shapes,
-      partitioner,
-      dict.fromkeys(shapes, jnp.int32),
+    setup = common.training(
+      model_of(case), partitioner, shapes_of(case, batch_size), case.vocab_size
     )
-    self.trainer = trainer_lib.Trainer(
-      model,
-      initializer.global_train_state_shape,
-      partitioner,
-      [],
-      None,
-      initializer.train_state_axes,
-      jax.random.key(0),
-    )
+    self.batch = setup.batch
+    self.trainer = common.trainer(setup)
     self._jitted = self.trainer.partitioned_train_step()
 
   def trace(self) -> Any:
     """Return the traced step, from shapes."""
-    return self._jitted.trace(self.trainer.step_state, self._batch_shapes())
+    return self._jitted.trace(self.trainer.step_state, self.batch)
 
   def rates(self, seconds: float) -> items.Row:
     """Return the rate of model FLOPs, and its share of the device's peak rate if that is known.
@@ -214,20 +199,13 @@ class Step:
 
     from t5x_lite import runtime
 
-    flops = self.trainer.count_flops(self._batch_shapes())
+    flops = self.trainer.count_flops(self.batch)
     rate = flops.total / seconds
     found: items.Row = {'model TFLOP/s': rate / 1e12}
     peak = runtime.peak_flops(jax.local_devices()[0].device_kind, flops.dtype)
     if peak is not None:
       found['MFU'] = rate / peak
     return found
-
-  def _batch_shapes(self) -> dict[str, Any]:
-    import jax
-    import jax.numpy as jnp
-
-    shapes = shapes_of(self._case, self.batch_size)
-    return {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
 
   def state(self) -> Any:
     """Return random parameters, and a state of the optimizer of zeros, on the device."""
@@ -241,20 +219,6 @@ class Step:
 
     shapes = self.trainer.step_state
     return jax.tree.map(zeros_of_shapes, shapes.replace_params(items.random_like(shapes.params)))
-
-  def batch(self) -> dict[str, Any]:
-    """Return a batch of random tokens, on the device."""
-    import jax
-    import jax.numpy as jnp
-
-    shapes = shapes_of(self._case, self.batch_size)
-    keys = jax.random.split(jax.random.key(1), len(shapes))
-    found = {
-      name: jax.random.randint(key, shape, 2, self._case.vocab_size, jnp.int32)
-      for key, (name, shape) in zip(keys, shapes.items(), strict=True)
-    }
-    found['decoder_loss_weights'] = jnp.ones_like(found['decoder_loss_weights'])
-    return found
 
 
 def measure_batch(case: Case, batch_size: int, num_steps: int) -> items.Row:
@@ -274,15 +238,16 @@ def measure_batch(case: Case, batch_size: int, num_steps: int) -> items.Row:
       row['fits'] = False
       return row
     state = step.state()
-    batch = step.batch()
     for _ in range(2):
-      state, metrics = program(state, batch)
+      state, metrics = program(state, step.batch)
       jax.block_until_ready(metrics)
     begin = time.perf_counter()
     for _ in range(num_steps):
-      state, metrics = program(state, batch)
-    loss = float(metrics['loss'].compute())
+      state, metrics = program(state, step.batch)
+    jax.block_until_ready(metrics)
     seconds = (time.perf_counter() - begin) / num_steps
+    # Compiles programs of its own.
+    loss = float(metrics['loss'].compute())
   except Exception as error:
     if not items.is_out_of_memory(error):
       raise
@@ -291,7 +256,10 @@ def measure_batch(case: Case, batch_size: int, num_steps: int) -> items.Row:
   row['fits'] = True
   row['step, ms'] = 1e3 * seconds
   row['sequences/s'] = batch_size / seconds
-  row.update(step.rates(seconds))
+  try:
+    row.update(step.rates(seconds))
+  except Exception as error:  # The time is known without them.
+    row['note'] = items.note_of(error)
   if case.goal is not None:
     row['goal on one H100'] = case.goal
   row['loss'] = loss
@@ -326,17 +294,29 @@ def next_batch(row: items.Row, limit: float | None) -> int | None:
 
 
 def _measure(case: Case, num_steps: int, largest: int) -> Iterator[items.Row]:
-  """Yield a row for each batch size that is tried until the largest one that fits is known."""
+  """Yield a row for each batch size that is tried until the largest one that fits is known.
+
+  The search ends before the limit of the item, after which the process would be killed and another one started.
+  """
+  begin = time.monotonic()
   limit = items.device_bytes()
   batch: int | None = case.batch
   if limit is not None and limit > _LARGE_DEVICE:
     batch = 2 * case.batch
   tried = set()
-  while batch is not None and 1 <= batch <= largest and batch not in tried:
+  while batch is not None:
     tried.add(batch)
+    start = time.monotonic()
     row = measure_batch(case, batch, num_steps)
-    yield row
+    now = time.monotonic()
     batch = next_batch(row, limit)
+    if batch in tried or batch is not None and not 1 <= batch <= largest:
+      batch = None
+    elif batch is not None and 2 * now - start - begin > _LIMIT:
+      # It would take at least as long as the one before.
+      row['note'] = f'no time was left for a batch of {batch}'
+      batch = None
+    yield row
 
 
 def program_of(case: Case, batch_size: int):
@@ -355,7 +335,7 @@ def make_items(sizes: str) -> list[items.Item]:
       name=name,
       measure=functools.partial(_measure, case, _NUM_STEPS[sizes], _LARGEST_BATCH[sizes]),
       programs=functools.partial(_programs, case),
-      limit=100.0,
+      limit=_LIMIT,
     )
     for name, case in _CASES[sizes].items()
   ]

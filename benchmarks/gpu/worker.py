@@ -7,6 +7,7 @@ Events: 'device' with facts of the device, 'items' with all names, 'matmul' with
 from collections.abc import Collection
 import importlib
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -64,16 +65,22 @@ def device_facts() -> dict[str, Any]:
 
 
 def _nvidia_smi() -> str | None:
-  """Return what the driver says of its first GPU; None without a driver."""
+  """Return what the driver says of the GPU of the kit; None without a driver."""
   query = '--query-gpu=driver_version,power.limit,clocks.sm,clocks.max.sm,clocks.max.mem'
   try:
     found = subprocess.run(
-      ['nvidia-smi', query, '--format=csv,noheader', '--id=0'],
+      [
+        'nvidia-smi',
+        query,
+        '--format=csv,noheader',
+        f'--id={os.environ.get("CUDA_VISIBLE_DEVICES", "0")}',
+      ],
       capture_output=True,
       text=True,
       timeout=20,
+      check=True,
     )
-  except (OSError, subprocess.TimeoutExpired):
+  except (OSError, subprocess.SubprocessError):
     return None
   return found.stdout.strip() or None
 
@@ -89,6 +96,7 @@ def run(part: str, sizes: str, events: Events, skip: Collection[str] = ()) -> No
 
   Raises:
     SystemExit: real sizes without an NVIDIA GPU.
+    Exception: the device does not compute after an item.
   """
   if sizes == 'real':
     _check_gpu()
@@ -110,12 +118,23 @@ def run(part: str, sizes: str, events: Events, skip: Collection[str] = ()) -> No
         events.write('row', item=item.name, row=row)
     except Exception as error:  # Later items must run.
       traceback.print_exc()
-      reason = f'{type(error).__name__}: {error}'.splitlines()[0][:400]
-      events.write('failed', item=item.name, reason=reason)
+      events.write('failed', item=item.name, reason=items.note_of(error))
     else:
       events.write('end', item=item.name)
+    if measures_rates:
+      check_device()
   if measures_rates:
     _write_rates(events, sizes)
+
+
+def check_device() -> None:
+  """Raise if the device computes nothing any more: after some errors of a kernel only another process can use it.
+
+  The runner then starts one for the items that are left.
+  """
+  import jax
+
+  jax.block_until_ready(jax.jit(lambda x: x + 1)(jax.numpy.zeros(1)))
 
 
 def _check_gpu() -> None:

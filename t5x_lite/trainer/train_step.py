@@ -88,8 +88,6 @@ def check_microbatches(batch_size: int, num_microbatches: int | None, data_mesh_
   """
   if num_microbatches is None:
     num_microbatches = 1
-  else:
-    num_microbatches = num_microbatches
   divisor = num_microbatches * data_mesh_size
   if batch_size % divisor:
     below = batch_size - batch_size % divisor

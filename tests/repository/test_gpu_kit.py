@@ -10,9 +10,11 @@ import re
 import sys
 import textwrap
 
+import jax
 import numpy as np
 import pytest
 
+from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import attention
 from benchmarks.gpu import correctness
 from benchmarks.gpu import experts
@@ -131,12 +133,12 @@ def test_a_process_that_begins_nothing_is_not_started_again(tmp_path):
 
 
 def test_tables_have_the_columns_of_all_rows():
-  shown = report.table([{'a': 1, 'b': 0.1}, {'b': None, 'c': 'x|y'}])
+  shown = report.table([{'a': 1, 'b': 0.1}, {'b': None, 'c': 'x|y\n z'}])
   assert shown.splitlines() == [
     '| a | b | c |',
     '|---|---|---|',
     '| 1 | 0.1 |  |',
-    '|  |  | x\\|y |',
+    '|  |  | x\\|y z |',
   ]
 
 
@@ -179,13 +181,79 @@ def test_a_part_writes_events_of_each_item(tmp_path, monkeypatch):
   for kernel in ('dot', 'blockwise'):
     assert rows[kernel]['ms'] > 0
     assert 0 < rows[kernel]['error of output'] < 0.02
-    assert 0 < rows[kernel]['error of gradients'] < 0.03
-  assert 'NVIDIA GPU' in rows['cudnn']['note'] and 'ms' not in rows['cudnn']
+    assert 0 < rows[kernel]['error of gradients'] < 0.03 and rows[kernel]['passes'] is True
+  assert 'NVIDIA GPU' in rows['cudnn']['note'] and not {'ms', 'passes'} & set(rows['cudnn'])
+
+
+def test_no_item_follows_one_after_which_the_device_does_not_compute(tmp_path, monkeypatch):
+  def fail():
+    raise RuntimeError('CUDA_ERROR_ILLEGAL_ADDRESS')
+
+  found = [items.Item(name, lambda: iter([{'ms': 1.0}]), dict) for name in ('bad', 'next')]
+  monkeypatch.setattr(worker, 'make_items', lambda part, sizes: found)
+  monkeypatch.setattr(worker, 'check_device', fail)
+  path = tmp_path / 'events.jsonl'
+  with pytest.raises(RuntimeError, match='ILLEGAL_ADDRESS'):
+    worker.run('experts', 'tiny', worker.Events(path))
+  events = [json.loads(line) for line in path.read_text().splitlines()]
+  assert [event['event'] for event in events[-3:]] == ['begin', 'row', 'end']
+  assert events[-1]['item'] == 'bad'
+
+
+def test_a_part_has_one_gpu_and_a_share_of_its_memory(tmp_path, monkeypatch):
+  monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '3,5')
+  # JAX raises for both names.
+  monkeypatch.setenv('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.1')
+  monkeypatch.setenv('XLA_PYTHON_CLIENT_PREALLOCATE', 'false')
+  found = command._environment('training', 'real', tmp_path)
+  assert found['CUDA_VISIBLE_DEVICES'] == '3' and found['XLA_CLIENT_MEM_FRACTION'] == '0.95'
+  assert not [name for name in found if name.startswith('XLA_PYTHON_CLIENT')]
+  monkeypatch.delenv('CUDA_VISIBLE_DEVICES')
+  assert command._environment('runs', 'real', tmp_path)['CUDA_VISIBLE_DEVICES'] == '0'
+
+
+@pytest.mark.parametrize(
+  'message, expected',
+  [
+    ('RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.', True),
+    ('INTERNAL: Failed to load in-memory CUBIN: CUDA_ERROR_OUT_OF_MEMORY: out of memory', True),
+    ('INTERNAL: CUDNN_STATUS_ALLOC_FAILED', True),
+    ('INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered', False),
+  ],
+)
+def test_errors_of_memory_are_known_by_their_texts(message, expected):
+  assert items.is_out_of_memory(RuntimeError(message)) is expected
+
+
+def test_programs_that_cannot_be_traced_do_not_end_the_others():
+  def fail():
+    raise ValueError('wrong')
+
+  found = items.compile_together(
+    {'bad': fail, 'good': lambda: jax.jit(lambda x: 2 * x).trace(np.float32(1))}
+  )
+  with pytest.raises(ValueError, match='wrong'):
+    found['bad'].result()
+  assert found['good'].result()(np.float32(3)) == 6
+
+
+def test_a_model_that_fails_does_not_end_the_others(monkeypatch):
+  def measure(case, batch_size, num_steps):
+    if case.num_experts == 8:
+      raise ValueError('wrong')
+    return {'fits': True, 'sequences/s': 100.0 - case.num_experts}
+
+  monkeypatch.setattr(training, 'measure_batch', measure)
+  dense, failed, last = experts._measure_models('real')
+  assert dense['sequences/s'] == 100.0
+  assert failed == {'model': '8 experts', 'note': 'ValueError: wrong', 'passes': False}
+  assert last['speed / dense twin'] == pytest.approx(0.36)
 
 
 def test_results_are_compared_with_those_of_the_cpu(monkeypatch):
   (case,) = (case for case in correctness.cases('tiny') if case.name == 'two steps of adamw')
-  expected = correctness.compute(case, 'float32')
+  program = correctness.trace(case, 'float32').lower().compile()
+  expected = correctness.compute(case, program)
 
   class Reference:
     def __init__(self, factor):
@@ -203,7 +271,7 @@ def test_results_are_compared_with_those_of_the_cpu(monkeypatch):
   assert np.isnan(correctness.error_of(got, [*expected, expected[0]]))
 
 
-def test_a_step_has_its_rates():
+def test_a_step_has_its_rates(monkeypatch):
   case = dataclasses.replace(training.TINY, goal=7.0)
   # A row for each of the devices of the tests.
   row = training.measure_batch(case, 8, 1)
@@ -212,6 +280,10 @@ def test_a_step_has_its_rates():
   assert row['sequences/s'] == pytest.approx(8 / seconds)
   flops = training.Step(case, 8).rates(seconds)
   assert row['model TFLOP/s'] == pytest.approx(flops['model TFLOP/s']) and 'MFU' not in row
+  # The time is kept without them.
+  monkeypatch.setattr(training.Step, 'rates', lambda *_: 1 / 0)
+  row = training.measure_batch(case, 8, 1)
+  assert row['sequences/s'] > 0 and row['note'].startswith('ZeroDivisionError')
 
 
 @pytest.mark.parametrize(
@@ -230,6 +302,22 @@ def test_a_step_has_its_rates():
 def test_batches_are_searched_by_memory(fits, memory, limit, expected):
   row = {'batch': 256, 'fits': fits, 'memory, GB': memory}
   assert training.next_batch(row, limit) == expected
+
+
+def test_the_search_ends_before_the_limit(monkeypatch):
+  now = 0.0
+
+  def measure(case, batch_size, num_steps):
+    nonlocal now
+    now += 40.0
+    return {'batch': batch_size, 'fits': True}
+
+  monkeypatch.setattr(training, 'measure_batch', measure)
+  monkeypatch.setattr(training.time, 'monotonic', lambda: now)
+  # A third batch would end after 120 of 100 seconds.
+  first, last = training._measure(training.TINY, 1, 4096)
+  assert 'note' not in first
+  assert last == {'batch': 4, 'fits': True, 'note': 'no time was left for a batch of 8'}
 
 
 class _Program:
@@ -263,6 +351,24 @@ def test_programs_without_enough_memory_do_not_fit(monkeypatch):
   monkeypatch.setattr(items, 'device_bytes', lambda: 20_000)
   with pytest.raises(ValueError, match='wrong'):
     training.measure_batch(training.TINY, 4, 1)
+
+
+def test_runs_must_be_equal_with_a_fixed_order_of_sums(monkeypatch):
+  def passes_of(different):
+    """Return what the rows of the comparisons say, for the XLA flags with which arrays differ."""
+
+    def compare(sizes, flags):
+      del sizes
+      yield {'what': 'train, first start'}
+      yield {'what': 'train, resumed', 'passes': flags not in different}
+
+    monkeypatch.setattr(runs, '_compare_runs', compare)
+    rows = list(runs._measure_command('tiny'))
+    return [row.get('passes') for row in rows if row['what'] == 'train, resumed']
+
+  assert passes_of([]) == [True]
+  assert passes_of(['']) == [None, True]
+  assert passes_of(['', runs._DETERMINISTIC]) == [None, False]
 
 
 # ---- Programs --------------------------------------------------------------------------------------------------------
