@@ -1130,4 +1130,11 @@ MUTANTS = (
     '  return largest',
     'tests/test_reductions.py::test_the_largest_magnitude_is_that_of_numpy',
   ),
+  Mutant(
+    'plans_leave_out_the_work_before_the_first_step',
+    't5x_lite/apps/train/run.py',
+    'if stretches and not start.resumes:',
+    'if False:',
+    'tests/apps/train/test_dry_run.py::test_work_before_the_first_step_of_a_new_run_is_planned',
+  ),
 )

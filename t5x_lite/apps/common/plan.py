@@ -198,7 +198,7 @@ def describe_plan(
   """Return the plan as text: number and steps of the pauses of each kind.
 
   Args:
-    stretches: see `list_stretches`.
+    stretches: see `list_stretches`; the first may have no steps, with the work before the first step.
     last_step: see `last_step_of_run`.
     num_epochs: see `describe_end`.
 
@@ -224,7 +224,7 @@ def describe_plan(
     evaluations = evaluations or decodings
     decodings = []
   rows = [
-    ('summaries', [s.last for s in stretches]),
+    ('summaries', [s.last for s in stretches if s.num_steps]),
     ('evaluations', evaluations),
     ('decodings', decodings),
     *steps.items(),

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import dataclasses
 import functools
+import math
 from typing import Any, Literal, Self
 
 from t5x_lite import checkpoints
@@ -255,6 +256,21 @@ class TrainConfig(RunConfig):
     ]
     return max(period or 1 for period in periods)
 
+  @property
+  def _save_times(self) -> plan_lib.Times:
+    save_cfg = self.checkpoint_cfg.save
+    if save_cfg is None:
+      return When()
+    return plan_lib.SaveTimes(checkpoints.save_policies_from_config(save_cfg))
+
+  def before_first_step(self, step: int) -> list[plan_lib.Stretch]:
+    """Return the evaluations and the save before the first step of a new run, as a stretch of no steps, if any."""
+    due = tuple(name for name, when in self.whens.items() if when.at_start)
+    save = self._save_times.is_due(step, math.inf)
+    if not due and not save:
+      return []
+    return [plan_lib.Stretch(first=step, last=step, evaluations=due, save=save)]
+
   def plan(
     self, first_step: int, *, last_step: float, pause_steps: Sequence[int]
   ) -> Iterator[plan_lib.Stretch]:
@@ -265,15 +281,11 @@ class TrainConfig(RunConfig):
       last_step: step at which the run ends; `math.inf` if no number of steps ends it.
       pause_steps: additional steps at which to pause.
     """
-    save_cfg = self.checkpoint_cfg.save
-    save: plan_lib.Times = When()
-    if save_cfg is not None:
-      save = plan_lib.SaveTimes(checkpoints.save_policies_from_config(save_cfg))
     return plan_lib.plan_steps(
       first_step,
       last_step,
       evaluations=self.whens,
-      save=save,
+      save=self._save_times,
       collect_garbage=When(period=self.gc_period),
       pause=When(period=self.summary_period, steps=pause_steps),
     )

@@ -119,6 +119,8 @@ def _describe(run: OpenRun) -> None:
   )
   choices = trainer_setup.trace_steps(run.trainer, run.data)
   stretches = plan_lib.list_stretches(run.plan(start.step), run.last_step, run.cfg.longest_period)
+  if stretches and not start.resumes:
+    stretches = run.cfg.before_first_step(start.step) + stretches
   num_epochs = run.cfg.train_dataset_cfg.num_epochs
   text = report.describe(
     train_state_shape=run.state_shape,

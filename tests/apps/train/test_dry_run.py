@@ -95,6 +95,22 @@ def test_a_resumed_run_whose_data_has_ended_has_a_plan(tmp_path, capsys):
   assert 'Plan\nstart' in capsys.readouterr().out
 
 
+def test_work_before_the_first_step_of_a_new_run_is_planned(tmp_path, capsys):
+  options = {'run_eval_before_training': True, 'infer_eval_dataset_cfg': None}
+  save = {'policies': [checkpoints.AtSteps([0, 5])]}
+  lines = ['evaluations  2: 0, 6', 'checkpoints  3: 0, 5, 6', 'summaries    3: 4, 5, 6']
+  toy_run.train(tmp_path, 6, save=save, dry_run=True, **options)
+  plan = capsys.readouterr().out.splitlines()
+  assert [line for line in lines if line not in plan] == []
+  toy_run.train(tmp_path, 6, save=save, **options)
+  evaluated = toy_run.lines(tmp_path)[f'training_eval/{toy_run.TASK.name}']
+  assert [row['step'] for row in evaluated] == [0, 6]
+  assert checkpoints.all_steps(tmp_path) == [0, 5, 6]
+  capsys.readouterr()
+  toy_run.train(tmp_path, 8, save=save, dry_run=True, **options)  # it resumes
+  assert 'evaluations  1: 8' in capsys.readouterr().out
+
+
 def test_another_optimizer_begins_anew(saved, tmp_path, caplog, capsys):
   """Lion after AdamW, whose first moments and count have the same names and shapes."""
   caplog.set_level(logging.INFO)
