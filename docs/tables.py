@@ -10,6 +10,7 @@ from docs import api_pages
 from docs.api_pages import in_cell
 from docs.api_pages import one_line
 from t5x_lite.apps import commands
+from t5x_lite.apps.common.flags import add_shared_arguments
 from t5x_lite.compat import names
 from t5x_lite.configuration import configurable_names
 from t5x_lite.configuration import syntax
@@ -40,11 +41,12 @@ def flags(command: str) -> list[tuple[str, str]]:
   """Return (flag with its value, meaning) of each argument of a command, positional ones first."""
   parser = argparse.ArgumentParser(add_help=False)
   commands.COMMANDS[command].add_arguments(parser)
+  add_shared_arguments(parser)
   actions = sorted(parser._actions, key=lambda action: bool(action.option_strings))
   return [
     (
       '='.join(filter(None, (', '.join(action.option_strings), _value_name(action)))),
-      _FLAG.sub(r'`\1`', one_line(action.help or '')),
+      _FLAG.sub(r'`\1`', one_line((action.help or '') % vars(action))),
     )
     for action in actions
   ]

@@ -19,6 +19,7 @@ from docs import tables
 from t5x_lite import errors
 from t5x_lite import schedules
 from t5x_lite.apps import commands
+from t5x_lite.apps.common.flags import add_shared_arguments
 from t5x_lite.compat import names
 from t5x_lite.configuration import configurable_names
 from t5x_lite.configuration import syntax
@@ -96,11 +97,13 @@ def test_flags_are_described():
   for command, section in zip(commands.COMMANDS, page.split('\n## ')[1:], strict=True):
     parser = argparse.ArgumentParser(add_help=False)
     commands.COMMANDS[command].add_arguments(parser)
+    add_shared_arguments(parser)
     for flag in itertools.chain.from_iterable(action.option_strings for action in parser._actions):
       assert re.search(rf'{re.escape(flag)}(?![\w.])', section), (command, flag)
     assert [flag for flag, meaning in tables.flags(command) if not meaning] == []
   assert '| `--input_format=auto\\|text\\|jsonl\\|csv\\|tsv\\|parquet\\|arrow` |' in page
   assert '| `--inputs, --input_template=TEMPLATE` |' in page
+  assert 'must have started; default: 300 |' in page
 
 
 def test_every_packaged_file_is_listed():

@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
   parser.add_argument(
     '--spool_dir',
+    metavar='FOLDER',
     help='local folder outside of MODEL_DIR that keeps the newest checkpoint if it cannot be '
     'written to MODEL_DIR; the next run with this folder copies it there',
   )
