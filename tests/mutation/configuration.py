@@ -468,6 +468,20 @@ MUTANTS = (
     'tests/apps/completion/test_candidates.py::test_candidates[t5x_lite chat runs/cloze -expected15]',
   ),
   Mutant(
+    'what_lies_in_folders_that_a_shell_would_run_is_completed',
+    't5x_lite/apps/completion/candidates.py',
+    'if not _TYPED.fullmatch(word):',
+    'if False:',
+    'tests/apps/completion/test_candidates.py::test_candidates',
+  ),
+  Mutant(
+    'bash_replaces_words_at_equals_signs_only',
+    't5x_lite/apps/completion/command.py',
+    'replaced=${2//[\\"\\\'\\\\]}',
+    'replaced=${COMP_LINE##*=}',
+    'tests/apps/completion/test_command.py::test_bash_completes_what_is_typed',
+  ),
+  Mutant(
     'fences_of_pages_may_fail',
     'tests/repository/docs_commands.py',
     'elif status != fence.status:',
