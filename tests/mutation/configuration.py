@@ -482,6 +482,27 @@ MUTANTS = (
     'tests/apps/completion/test_command.py::test_bash_completes_what_is_typed',
   ),
   Mutant(
+    'fences_of_pages_may_hide_a_failure',
+    'tests/repository/docs_commands.py',
+    'if (hiding := _HIDING.search(text)) and not fence.reason:',
+    'if False:',
+    'tests/repository/test_docs_commands.py::test_invalid_comments_and_fences',
+  ),
+  Mutant(
+    'fences_of_pages_in_unknown_languages_do_not_run',
+    'tests/repository/docs_commands.py',
+    'if not (fence.is_command or fence.name or _SHOWN_LANGUAGES.fullmatch(language)):',
+    'if False:',
+    'tests/repository/test_docs_commands.py::test_invalid_comments_and_fences',
+  ),
+  Mutant(
+    'commands_of_pages_outlive_the_runner',
+    'tests/repository/docs_commands.py',
+    'signal.signal(signal.SIGTERM, signal.default_int_handler)',
+    'pass',
+    'tests/repository/test_docs_commands.py::test_the_end_of_the_runner_ends_its_commands',
+  ),
+  Mutant(
     'fences_of_pages_may_fail',
     'tests/repository/docs_commands.py',
     'elif status != fence.status:',
