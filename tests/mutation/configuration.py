@@ -503,6 +503,13 @@ MUTANTS = (
     'tests/repository/test_docs_commands.py::test_the_end_of_the_runner_ends_its_commands',
   ),
   Mutant(
+    'underscores_next_to_underscores_are_emphasis',
+    'docs/api_pages.py',
+    r'(?<![^\W_])_|_(?![^\W_])',
+    r'(?<!\w)_|_(?!\w)',
+    'tests/repository/test_docs_reference.py::test_signs_of_markdown_in_docstrings_are_only_signs',
+  ),
+  Mutant(
     'fences_of_pages_may_fail',
     'tests/repository/docs_commands.py',
     'elif status != fence.status:',

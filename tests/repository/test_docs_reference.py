@@ -82,6 +82,26 @@ def test_github_shows_the_pages_as_they_are(path):
   assert re.findall(r'(?<!\\)<\w.*', text) == []
 
 
+@pytest.mark.parametrize(
+  'text, shown',
+  [
+    ('__init__ and _x_ of snake_case', r'\_\_init\_\_ and \_x\_ of snake_case'),
+    ('Array<int> * 2, a~b~c, &lt; `a_*`', r'Array\<int> \* 2, a\~b\~c, \&lt; `a_*`'),
+    ('the sum of\n+ a, and\n# b\n> c', 'the sum of\n\\+ a, and\n\\# b\n\\> c'),
+    ('in ~/.cache, see https://a.b/c_*', 'in ~/.cache, see https://a.b/c_*'),
+    ('* a\n* b', '- a\n- b'),
+    ('Code:\n\n    a * b', 'Code:\n\n```text\na * b\n```'),
+  ],
+)
+def test_signs_of_markdown_in_docstrings_are_only_signs(text, shown):
+  assert api_pages._Text('t5x_lite.losses', None).body(text) == shown
+
+
+def test_docstrings_have_no_fences():
+  with pytest.raises(ValueError, match='must show code as doctests'):
+    api_pages._Text('t5x_lite.losses', None).body('Code:\n\n```python\na * b\n```')
+
+
 def test_rows_have_the_cells_of_their_heads():
   for path, text in _pages().items():
     for table in re.findall(r'(?:^\|.*\n)+', re.sub(r'```.*?```', '', text, flags=re.DOTALL), re.M):
