@@ -116,6 +116,10 @@ _ENTRY = re.compile(r'^  (\*{0,2}\w+(?:, \w+)*): (.*(?:\n(?:    .*|(?=\n)))*)', 
 # A docstring that only refers to another one.
 _INHERITED = re.compile(r'See (base class|the class|`[\w.]+`\.$)')
 _CODE = re.compile(r'(`[^`]*`|https?://[^\s)]+)')
+# Signs of Markdown: emphasis, tags, entities, and each underscore at an end of a word. Links are kept.
+_MARK = re.compile(r'[<*\\]|(?<![^\W_])_|_(?![^\W_])|(?<=\S)~|&(?=#?\w+;)')
+# Signs at the beginning of a line that make a heading, a quotation or a list. Lists of `-` and numbers are kept.
+_LINE_MARK = re.compile(r'^( *)(?=[#>+]|=+$)', re.MULTILINE)
 _NAME = re.compile(r'`([A-Za-z_]\w*(?:\.\w+)*)(?:\(\))?`')
 
 
@@ -622,7 +626,15 @@ class _Text:
         yield ''
 
   def body(self, doc: str) -> str:
-    """Return the text of a docstring without its sections; doctests and code become blocks."""
+    """Return the text of a docstring without its sections; doctests and code become blocks.
+
+    Raises:
+      ValueError: the docstring has a fence, in which signs would be escaped.
+    """
+    if '```' in doc:
+      raise ValueError(
+        f'Docstrings must show code as doctests, or indented by four spaces, got in {self._module}: {doc}'
+      )
     blocks = []
     for block in re.split(r'\n\n+(?=\S)|\n\n+(?=    )', _SECTION.sub('', doc).strip()):
       if block.lstrip().startswith('>>>'):
@@ -632,7 +644,8 @@ class _Text:
       elif block.startswith('|'):
         blocks.append(block)
       else:
-        blocks.append(self.escaped(re.sub(r'(?m)^( *)\* ', r'\1- ', block)))
+        block = self.escaped(re.sub(r'(?m)^( *)\* ', r'\1- ', block))
+        blocks.append(_LINE_MARK.sub(r'\1\\', block))
     return '\n\n'.join(blocks)
 
   def escaped(self, text: str, known: list[Parameter] | None = None) -> str:
@@ -687,7 +700,7 @@ def _escaped(text: str, linked: Callable[[str], str] = str) -> str:
     linked: replaces a text in backquotes.
   """
   parts = _CODE.split(text)
-  parts[::2] = [re.sub(r'[<*\\]|(?<!\w)_|_(?!\w)', r'\\\g<0>', part) for part in parts[::2]]
+  parts[::2] = [_MARK.sub(r'\\\g<0>', part) for part in parts[::2]]
   parts[1::2] = [linked(part) if part.startswith('`') else part for part in parts[1::2]]
   return ''.join(parts)
 

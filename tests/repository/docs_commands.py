@@ -9,6 +9,9 @@ a `bash -e` of its own, and each other `python` fence in one Python process per 
 
 Where the next fence of the page is `text`, it shows the output: each of its lines must have the form of a line of the
 output, with other numbers. A line `...` stands for lines that are left out, and rows of tables may differ.
+
+What would not run, or could fail without a sign, is an error: another name of a language, such as `bash`, and what
+hides the status of a command, such as `||`.
 """
 
 import argparse
@@ -41,6 +44,11 @@ _SHOWN_LINES = 20
 _NAME = re.compile(r'`([\w./-]+\.(gin|py|csv|tsv|jsonl|sbatch|yaml))`:$')
 _LANGUAGES = {'gin': ('gin',), 'py': ('python',), 'sbatch': ('bash',), 'yaml': ('yaml',)}
 _DATA_LANGUAGES = ('', 'csv', 'json', 'jsonl', 'text', 'tsv')
+# Languages of fences that are shown only; `{` begins a directive of the site.
+_SHOWN_LANGUAGES = re.compile(r'|console|csv|gin|json|jsonl|text|toml|tsv|yaml|\{.*')
+_OTHER_FENCE = re.compile(r'[\s>]*(```|~~~)')
+# `bash -e` continues after these: `||`, `&&` before another command, `!`, a command in the background, `set +e`.
+_HIDING = re.compile(r'\|\||&&.*\n\s*\S|^\s*!\s|(?<![&>])&(?=\s)|\bset \+', re.MULTILINE)
 _COMMENT = re.compile(r'<!-- (not run|exit status): (.*?) -->$')
 _NUMBER = re.compile(r'[-+]?\d+(?:[.,:]\d+)*(?:e[-+]?\d+)?[kMGT]?\b')
 _TABLE_RULE = re.compile(r'[- ]*--[- ]*')
@@ -114,7 +122,8 @@ def read_fences(page: str, text: str) -> list[Fence]:
     text: the page.
 
   Raises:
-    ValueError: a fence is not closed, or a comment is not directly before a fence or has an invalid value.
+    ValueError: a fence is not closed, has another language or form, or hides a failure; or a comment is not directly
+      before a fence or has an invalid value.
   """
   fences = []
   lines = iter(enumerate(text.splitlines(), start=1))
@@ -124,6 +133,8 @@ def read_fences(page: str, text: str) -> list[Fence]:
   for number, line in lines:
     opening = re.fullmatch(r'( *)(`{3,})(.*)', line)
     if opening is None:
+      if _OTHER_FENCE.match(line):
+        raise ValueError(f'{page}:{number}: a fence must begin with spaces and ```, got {line!r}.')
       if line.strip():
         if comments:
           raise ValueError(f'{page}:{number}: a fence must follow the comment directly.')
@@ -151,6 +162,12 @@ def read_fences(page: str, text: str) -> list[Fence]:
     if named and language in _LANGUAGES.get(named[2], _DATA_LANGUAGES):
       name = named[1]
     fence = Fence(page, number, language, ''.join(contents), name, reason, int(status))
+    if not (fence.is_command or fence.name or _SHOWN_LANGUAGES.fullmatch(language)):
+      raise ValueError(
+        f'{page}:{number}: the language must be sh, python or one of data, got {language!r}.'
+      )
+    if language == 'sh':
+      _check_commands(fence)
     if language == 'text' and not name and fences and fences[-1].is_command:
       fences[-1] = dataclasses.replace(fences[-1], output=fence.text)
     if comments and not fence.is_command:
@@ -161,6 +178,16 @@ def read_fences(page: str, text: str) -> list[Fence]:
   if comments:
     raise ValueError(f'{page}:{number}: a fence must follow the comment directly.')
   return fences
+
+
+def _check_commands(fence: Fence) -> None:
+  text = fence.text.replace('\\\n', '')
+  if (hiding := _HIDING.search(text)) and not fence.reason:
+    raise ValueError(f'{fence.place}: {hiding[0].split()[0]!r} hides the failure of a command.')
+  if fence.status and len(text.splitlines()) > 1:
+    raise ValueError(
+      f'{fence.place}: a fence with an exit status must have one command, which ends with it.'
+    )
 
 
 def form(line: str) -> str:
@@ -346,7 +373,10 @@ class Page:
       _kill(process)  # also what the fence has left in the background
 
   def _run_python(self, fence: Fence, limit: float) -> int | None:
-    """Return 0, or 1 if the fence raises; None if it was killed, and with it the page's namespace."""
+    """Return 0, or another status if the fence raises or ends the process.
+
+    None if it was killed, and with it the page's namespace.
+    """
     if self._python is None:
       with open(self._log, 'ab') as log:
         self._python = subprocess.Popen(
@@ -371,7 +401,7 @@ class Page:
       return int(reply)
     _kill(python)
     self._python = None
-    return python.returncode if is_ready else None
+    return (python.returncode or 1) if is_ready else None
 
 
 def _kill(process: subprocess.Popen) -> None:
@@ -428,10 +458,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     '--patience', type=float, default=1.0, help='factor of all limits of time, for a busy machine'
   )
   args = parser.parse_args(argv)
+  if unknown := sorted(set(args.pages) - set(pages())):
+    parser.error(f'pages must be among {", ".join(pages())}; got {", ".join(unknown)}.')
   begin = time.monotonic()
   fences = {page: read_fences(page, (_ROOT / page).read_text('utf-8')) for page in pages()}
   skipped = not_run([fence for page in fences.values() for fence in page])
-  chosen = args.pages or list(fences)
+  chosen = list(dict.fromkeys(args.pages)) or list(fences)
   # Long pages first, so that none is left alone at the end.
   chosen.sort(key=lambda page: -sum(fence.is_command for fence in fences[page]))
   work = _ROOT / 'build/test_docs'
@@ -471,4 +503,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == '__main__':
+  # `timeout` and CI end programs by this signal; the fences are in sessions of their own, and would remain.
+  signal.signal(signal.SIGTERM, signal.default_int_handler)
   sys.exit(main())

@@ -4,7 +4,7 @@ import json
 import pathlib
 
 FOLDER = pathlib.Path(__file__).parents[2] / 'docs/notebooks'
-SHELL = '%%bash -e\n'
+SHELL = '%%bash -eo pipefail\n'
 
 
 def cells(path: pathlib.Path) -> list[tuple[str, str]]:

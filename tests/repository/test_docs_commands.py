@@ -1,6 +1,10 @@
 """The runner of the pages' commands (`make test-docs`) on small pages, and the comments of today's pages."""
 
+import os
 import pathlib
+import shutil
+import subprocess
+import sys
 import textwrap
 import time
 
@@ -47,7 +51,7 @@ _PAGE = """\
 
       ```sh
       grep -q 'python 5' order.txt
-      read line || echo "sh 2 $line" >> order.txt
+      echo "sh 2 $(cat)" >> order.txt
       ```
 
     ```csv
@@ -125,6 +129,11 @@ def test_failures_name_the_command_and_the_others_run(tmp_path):
     ```python
     print(x)
     ```
+
+    ```python
+    import os
+    os._exit(0)
+    ```
     """,
   )
   failures = [result.failure.splitlines() for result in results.values()]
@@ -141,6 +150,7 @@ def test_failures_name_the_command_and_the_others_run(tmp_path):
   assert failures[4] == ['The exit status must be 3, got 0.']
   assert failures[5] == ['The exit status must be 0, got 7.']
   assert failures[6][-1] == "NameError: name 'x' is not defined"  # in a new process
+  assert failures[7] == ['The exit status must be 0, got 1.']  # the lines after it did not run
 
 
 def test_a_fence_that_hangs_is_killed(tmp_path):
@@ -149,7 +159,7 @@ def test_a_fence_that_hangs_is_killed(tmp_path):
     """\
     ```sh
     echo begun
-    sleep 60 &
+    coproc sleep 60
     sleep 60
     ```
 
@@ -174,7 +184,7 @@ def test_commands_see_nothing_of_the_user(tmp_path, monkeypatch):
     test -z "$XLA_FLAGS"
     test "$HOME" = {tmp_path}/home
     test "$JAX_PLATFORMS" = cpu
-    command -v t5x_lite || command -v python
+    command -v python
     ```
     """,
   )
@@ -211,11 +221,62 @@ def test_fences_with_a_reason_do_not_run(tmp_path):
     ('<!-- not run: network -->\n```text\nfalse\n```', 'page.md:2: .* no command'),
     ('<!-- not run: network -->\n', 'page.md:1: a fence must follow'),
     ('Text\n\n```sh\nfalse\n', 'page.md:3: the fence is not closed'),
+    ('```bash\nfalse\n```', "page.md:1: the language must be sh, .*, got 'bash'"),
+    ('```Python\n1 / 0\n```', "page.md:1: .*, got 'Python'"),
+    ('~~~sh\nfalse\n~~~', "page.md:1: a fence must begin with .*, got '~~~sh'"),
+    ('> ```sh\n> false\n> ```', 'page.md:1: a fence must begin with'),
+    ('-\ta\n\n\t```sh\n\tfalse\n\t```', 'page.md:3: a fence must begin with'),
+    ('```sh\nfalse || true\n```', "page.md:1: '\\|\\|' hides"),
+    ('```sh\nfalse && \\\n  ls\nls\n```', "page.md:1: '&&' hides"),
+    ('```sh\n! false\n```', "page.md:1: '!' hides"),
+    ('```sh\nfalse &\nwait\n```', "page.md:1: '&' hides"),
+    ('```sh\nset +e\nfalse\n```', "page.md:1: 'set' hides"),
+    ('<!-- exit status: 1 -->\n```sh\nfalse\nfalse\n```', 'page.md:2: .* must have one command'),
   ],
 )
 def test_invalid_comments_and_fences(text, message):
   with pytest.raises(ValueError, match=message):
     _fences(text)
+
+
+def test_commands_whose_failure_shows():
+  for text in ('ls >& log', 'ls > log 2>&1', 'cd a && \\\n  ls', 'for a in b; do\n  ls\ndone'):
+    assert _fences(f'```sh\n{text}\n```')[0].is_command
+
+
+def test_the_end_of_the_runner_ends_its_commands(tmp_path):
+  """By `timeout` or CI, which send SIGTERM."""
+  for name in ('repository/__init__.py', 'repository/docs_commands.py', 'mutation'):
+    target = tmp_path / 'tests' / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    copy = shutil.copytree if (_ROOT / 'tests' / name).is_dir() else shutil.copy
+    copy(_ROOT / 'tests' / name, target)
+  (tmp_path / 'runs/keyword_cloze').mkdir(parents=True)
+  pid = tmp_path / 'pid'
+  (tmp_path / 'README.md').write_text(
+    f'```sh\necho $$ > {pid}.new\nmv {pid}.new {pid}\nexec sleep 300\n```\n'
+  )
+  subprocess.run(['git', 'init', '-q', tmp_path], check=True)
+  runner = subprocess.Popen(
+    [sys.executable, '-m', 'tests.repository.docs_commands'],
+    cwd=tmp_path,
+    env={**os.environ, 'PYTHONPATH': str(tmp_path)},
+    stderr=subprocess.DEVNULL,
+  )
+  end = time.monotonic() + 60
+  while not pid.exists():
+    assert runner.poll() is None and time.monotonic() < end
+    time.sleep(0.05)
+  runner.terminate()
+  assert runner.wait(60) != 0
+  with pytest.raises(ProcessLookupError):
+    os.kill(int(pid.read_text()), 0)
+
+
+def test_unknown_pages(capsys):
+  with pytest.raises(SystemExit):
+    docs_commands.main(['docs/no_page.md'])
+  assert 'got docs/no_page.md.' in capsys.readouterr().err
 
 
 def test_todays_pages_have_few_fences_that_do_not_run():

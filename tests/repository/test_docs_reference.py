@@ -83,6 +83,26 @@ def test_github_shows_the_pages_as_they_are(path):
   assert re.findall(r'(?<!\\)<\w.*', text) == []
 
 
+@pytest.mark.parametrize(
+  'text, shown',
+  [
+    ('__init__ and _x_ of snake_case', r'\_\_init\_\_ and \_x\_ of snake_case'),
+    ('Array<int> * 2, a~b~c, &lt; `a_*`', r'Array\<int> \* 2, a\~b\~c, \&lt; `a_*`'),
+    ('the sum of\n+ a, and\n# b\n> c', 'the sum of\n\\+ a, and\n\\# b\n\\> c'),
+    ('in ~/.cache, see https://a.b/c_*', 'in ~/.cache, see https://a.b/c_*'),
+    ('* a\n* b', '- a\n- b'),
+    ('Code:\n\n    a * b', 'Code:\n\n```text\na * b\n```'),
+  ],
+)
+def test_signs_of_markdown_in_docstrings_are_only_signs(text, shown):
+  assert api_pages._Text('t5x_lite.losses', None).body(text) == shown
+
+
+def test_docstrings_have_no_fences():
+  with pytest.raises(ValueError, match='must show code as doctests'):
+    api_pages._Text('t5x_lite.losses', None).body('Code:\n\n```python\na * b\n```')
+
+
 def test_rows_have_the_cells_of_their_heads():
   for path, text in _pages().items():
     for table in re.findall(r'(?:^\|.*\n)+', re.sub(r'```.*?```', '', text, flags=re.DOTALL), re.M):
@@ -104,6 +124,48 @@ def test_flags_are_described():
   assert '| `--input_format=auto\\|text\\|jsonl\\|csv\\|tsv\\|parquet\\|arrow` |' in page
   assert '| `--inputs, --input_template=TEMPLATE` |' in page
   assert 'must have started; default: 300 |' in page
+
+
+# Flags of other programs, T5X's that have no equivalent, and placeholders.
+_OTHER_FLAGS = (
+  '--build-arg --fdl_config --find-links --flag --gin --no-deps --no-index --nodes --noflag --ntasks-per-node '
+  '--jax_debug_infs --jax_debug_nans --jax_disable_jit --logdir --pdb --python --run_mode --run_with_profiling '
+  '--help --version --xla_backend_extra_options --xla_force_host_platform_device_count'
+)
+
+
+def test_flags_that_pages_name_exist():
+  """In text and tables too: `test_docs.py` tests those of commands."""
+  known = set(_OTHER_FLAGS.split())
+  for command in commands.COMMANDS.values():
+    parser = argparse.ArgumentParser(add_help=False)
+    command.add_arguments(parser)
+    add_shared_arguments(parser)
+    known |= set(parser._option_string_actions)
+  for folder in ('moe', 'benchmarks', 'scripts', 'tests/t5x'):
+    for path in (_ROOT / folder).rglob('*.py'):
+      known |= set(re.findall(r"add(?:_argument|option)\(\s*'(--\w+)'", path.read_text('utf-8')))
+  for path in [_ROOT / 'README.md', _ROOT / 'AGENTS.md', *(_ROOT / 'docs').glob('*.md')]:
+    flags = re.findall(r'(?<![\w-])--[a-zA-Z]\w*(?:-\w+)*', path.read_text(encoding='utf-8'))
+    assert set(flags) <= known, path.name
+
+
+def test_docstrings_describe_no_other_parameters():
+  for module in itertools.chain.from_iterable(api_pages.MODULES.values()):
+    for name, value in api_pages.described(module).items():
+      if api_pages.package(value) not in ('t5x_lite', 'moe'):
+        continue
+      described = [value]
+      if inspect.isclass(value):
+        described += [api_pages._function(member) for _, member in api_pages._members(value)]
+      for each in described:
+        text = ''.join(found for kind, found in _sections(each) if kind == 'Args')
+        known = {row.name for row in api_pages.parameters(each)} if text else set()
+        assert set(api_pages._entries(text)) <= known | {'cls'}, (name, each)
+
+
+def _sections(described):
+  return api_pages._SECTION.findall(api_pages._doc(described))
 
 
 def test_every_packaged_file_is_listed():

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from tests.repository import docs_commands
 from tests.repository import notebooks
 
 _NOTEBOOKS = sorted(notebooks.FOLDER.glob('*.ipynb'))
@@ -86,6 +87,13 @@ def test_names_exist(path):
     assert hasattr(modules[node.value.id], node.attr), ast.unparse(node)
 
 
+def test_commands_hide_no_failure(path):
+  """By the rules of the pages' commands; the status of a pipe is that of the command that fails."""
+  fences = docs_commands.read_fences(path.name, notebooks.markdown(path))
+  shell = [fence for fence in fences if fence.language == 'sh']
+  assert len(shell) == len([cell for cell in _code(path) if cell.startswith('%%')])
+
+
 @pytest.mark.full
 def test_cells_run(path, tmp_path, monkeypatch):
   """As `make docs` executes them, without a kernel."""
@@ -98,6 +106,6 @@ def test_cells_run(path, tmp_path, monkeypatch):
   for cell in _code(path):
     if cell.startswith(notebooks.SHELL):
       script = cell.removeprefix(notebooks.SHELL)
-      subprocess.run(['bash', '-e', '-c', script], check=True)
+      subprocess.run(['bash', '-eo', 'pipefail', '-c', script], check=True)
     else:
       exec(cell, names)  # pylint: disable=exec-used

@@ -1,6 +1,7 @@
 """Words that may stand at the cursor of a command line of t5x_lite.
 
-Names that a shell would have to quote are left out: a shell would run `$(...)` of a file's name.
+Names that a shell would have to quote, and what lies in folders of such names, are left out: a shell would run `$(...)`
+of a file's name.
 """
 
 import argparse
@@ -14,7 +15,10 @@ from t5x_lite.apps.commands import COMMANDS
 from t5x_lite.apps.common.flags import add_shared_arguments
 from t5x_lite.configuration import syntax as gin_syntax
 
-_PLAIN = re.compile(r'[\w@%+=:,.~-]+')
+# At the beginning of a word, `~` and zsh's `=` stand for other paths, and `-` for a flag.
+_PLAIN = re.compile(r'[\w@%+:,.][\w@%+=:,.-]*')
+# The word at the cursor, without its quotes: a shell may replace it with an unquoted one.
+_TYPED = re.compile(r'[\w@%+=:,./~-]*')
 _MACRO = re.compile(r'^([A-Z][A-Z0-9_]*)\s*=\s*(\S*)', re.MULTILINE)
 _INCLUDE = re.compile(r'^include\s+[\'"](.+)[\'"]', re.MULTILINE)
 
@@ -30,6 +34,8 @@ def candidates(line: str) -> list[str]:
   if not words:
     return []
   *before, word = words
+  if not _TYPED.fullmatch(word):
+    return []
   if not before:
     return _starting_with(word, [*COMMANDS, '--help', '--version'])
   if before[0] not in COMMANDS:
@@ -56,11 +62,10 @@ def _split(line: str) -> list[str]:
   """Return the words of a line after the program, without variables before it; a quotation may be open."""
   for end in ('', '"', "'"):
     try:
-      words = shlex.split(line + end)
+      words = shlex.split(f'{line}|{end}')
     except ValueError:
       continue
-    if not end and line[-1:].isspace():
-      words.append('')
+    words[-1] = words[-1].removesuffix('|')  # the cursor
     while words and re.fullmatch(r'\w+=.*', words[0]):
       words.pop(0)
     return words[1:]

@@ -10,13 +10,15 @@ from t5x_lite.apps.common.flags import Invocation
 from t5x_lite.errors import ConfigError, ExitCode
 from t5x_lite.formatting import show
 
-# Bash replaces only what follows the last `=` or `:` of a word, and adds a space unless `nospace` is set.
+# Bash replaces only $2, what follows the last sign of COMP_WORDBREAKS in a word, such as `=`, and adds a space unless
+# `nospace` is set.
 _BASH = r"""_t5x_lite() {
   local IFS=$'\n'
   local line=${COMP_LINE:0:COMP_POINT}
-  local word=${line##*[[:space:]]}
+  local word=${line##*[[:space:]]} replaced=${2//[\"\'\\]}
+  word=${word//[\"\'\\]}
   COMPREPLY=($(printf %s "$line" | t5x_lite completion --line 2>/dev/null))
-  [[ $word == *[=:]* ]] && COMPREPLY=("${COMPREPLY[@]#"${word%"${word##*[=:]}"}"}")
+  COMPREPLY=("${COMPREPLY[@]#"${word%"$replaced"}"}")
   [[ ${#COMPREPLY[@]} == 1 && $COMPREPLY == *[=/._] ]] && compopt -o nospace
   return 0
 }

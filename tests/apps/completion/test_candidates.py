@@ -14,7 +14,9 @@ def folder(tmp_path, monkeypatch):
   (tmp_path / 'recipe.gin').write_text(
     "include 'recipes/keyword_cloze.gin'\nMY_FLAG = False  # own\nMY_RATE = 0.5\n"
   )
-  for name in ('recipe.txt', 'with space.gin', '$(touch x).gin', '.hidden.gin'):
+  (tmp_path / '$(touch y)').mkdir()
+  left_out = ('with space.gin', '$(touch x).gin', '.hidden.gin', '~root', '=ls', '--help')
+  for name in ('recipe.txt', '$(touch y)/a.gin', *left_out):
     (tmp_path / name).write_text('')
   monkeypatch.chdir(tmp_path)
 
@@ -53,6 +55,10 @@ def folder(tmp_path, monkeypatch):
     ('t5x_lite train --gin_file=recipe.gin --gin.TRAIN_S', ['--gin.TRAIN_STEPS=']),
     ('t5x_lite train --gin_file recipe.gin --gin.TRAIN_S', ['--gin.TRAIN_STEPS=']),
     ('t5x_lite unknown ru', ['runs/']),
+    ("t5x_lite chat '$(touch y)'/", []),
+    ("t5x_lite train '--gin.$(touch y)'=ru", []),
+    ('t5x_lite chat with\\ ', []),
+    ('t5x_lite chat \\', ['recipe.gin', 'recipe.txt', 'runs/']),
     ('t5x_lite', []),
     ('', []),
   ],

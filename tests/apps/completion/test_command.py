@@ -25,7 +25,9 @@ def environment(tmp_path):
   program.parent.mkdir()
   program.write_text(f'#!/bin/sh\nexec {sys.executable} -m t5x_lite "$@"\n')
   program.chmod(0o755)
-  (tmp_path / 'runs/cloze').mkdir(parents=True)
+  for name in ('runs/cloze', 'c:d', 'u@h'):
+    (tmp_path / name).mkdir(parents=True)
+    (tmp_path / name / 'in.gin').write_text('')
   for shell, script in command.SCRIPTS.items():
     (tmp_path / shell).write_text(script)
   return {
@@ -45,6 +47,14 @@ _LINES = [
   ('t5x_lite train --gin_file=recipes/keyword_cloze.gin --gin.TRAIN_S', '--gin.TRAIN_STEPS='),
   ('t5x_lite launch -n 2 -- train --log_level=w', '--log_level=warning '),
   ('t5x_lite chat runs/', 't5x_lite chat runs/cloze/'),
+  ('t5x_lite train --gin_file=c:d/', 't5x_lite train --gin_file=c:d/in.gin '),
+]
+# Bash replaces a part of a word, which depends on quotes and on a variable that users change.
+_LINES_OF_BASH = [
+  ('t5x_lite train --gin_file=u@h/', ' --gin_file=u@h/in.gin '),
+  ('t5x_lite train --gin_file="c:d/', ' --gin_file="c:d/in.gin" '),
+  ('t5x_lite train "--gin_file=c:d/', ' "--gin_file=c:d/in.gin" '),
+  ('COMP_WORDBREAKS=" "\nt5x_lite train --gin_file=c:d/', ' --gin_file=c:d/in.gin '),
 ]
 
 
@@ -83,7 +93,7 @@ def _type_and_complete(arguments, script, line, environment, folder):
   return re.sub('.\x08', '', shown.decode())  # zsh removes and writes characters again
 
 
-@pytest.mark.parametrize('line, expected', _LINES)
+@pytest.mark.parametrize('line, expected', _LINES + _LINES_OF_BASH)
 def test_bash_completes_what_is_typed(environment, tmp_path, line, expected):
   arguments = ['bash', '--norc', '--noprofile', '-i']
   shown = _type_and_complete(arguments, './bash', line, environment, tmp_path)
