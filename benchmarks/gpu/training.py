@@ -310,9 +310,9 @@ def _measure(case: Case, num_steps: int, largest: int) -> Iterator[items.Row]:
     row = measure_batch(case, batch, num_steps)
     now = time.monotonic()
     batch = next_batch(row, limit)
-    if batch in tried or batch is not None and not 1 <= batch <= largest:
+    if batch is None or batch in tried or not 1 <= batch <= largest:
       batch = None
-    elif batch is not None and 2 * now - start - begin > _LIMIT:
+    elif (now - begin) + (now - start) > _LIMIT:
       # It would take at least as long as the one before.
       row['note'] = f'no time was left for a batch of {batch}'
       batch = None

@@ -391,9 +391,12 @@ def _count_unended(tokens: np.ndarray, ends: Sequence[int | None]) -> int:
   """Return how many predictions fill all positions, so that their texts may be cut.
 
   Args:
-    tokens: int32 [examples, length], or [examples, decodes, length] with the best decode last.
+    tokens: int32 [examples, length], or [examples, decodes, length] with the best decode last. Other arrays, of models
+      of users, are no ids: they count as ended.
     ends: ids, one of which is at the last position of a prediction with an end.
   """
+  if tokens.ndim not in (2, 3) or tokens.dtype.kind != 'i':
+    return 0
   if tokens.ndim == 3:
     tokens = tokens[:, -1]
   known = [token for token in ends if token is not None]

@@ -156,7 +156,7 @@ class ShardStore:
     """Sums of the counts `paths.TOTALS` over the results on disk."""
     if self.is_complete:
       return paths_lib.totals([self._run['result']])
-    return {name: sum(getattr(chunk, name) for chunk in self._chunks) for name in paths_lib.TOTALS}
+    return paths_lib.totals([vars(chunk) for chunk in self._chunks])
 
   def begin(self) -> None:
     """Record the settings of the results, and remove incomplete files of a killed run.

@@ -7,6 +7,7 @@ import pathlib
 import pty
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -72,6 +73,8 @@ def test_a_hugging_face_folder_is_asked_with_the_recipe(capsys, monkeypatch, tmp
   status, out, err = _chat(capsys, monkeypatch, folder)
   recipe = ['--gin_file=recipes/finetune_from_hf.gin', f'--gin.INITIAL_CHECKPOINT_PATH={folder}']
   assert status == 2 and not out and ' '.join(recipe) in err
+  named = shlex.split(err.rpartition('e.g. ')[2])
+  assert _chat(capsys, monkeypatch, folder, *named, text='a\n')[0] == 0
   lengths = "--gin.TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 3}"
   status, out, err = _chat(capsys, monkeypatch, folder, *recipe, lengths, text='a\n')
   assert status == 0 and len(out) == 1 and 'step 0' in err

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import re
+import sys
+import types
 
 import pytest
 
@@ -51,7 +54,7 @@ def _run(folder, start, architecture=hugging_face_cases.SMALL):
   return str(folder)
 
 
-def test_an_exported_run_has_the_tokenizer_of_its_folder(tmp_path):
+def test_an_exported_run_has_the_tokenizer_of_its_folder(tmp_path, monkeypatch):
   folder, _ = cases.folder(
     tmp_path / 'source', vocab_size=40, eos_token_ids=(2,), decoder_start_token_id=3
   )
@@ -83,6 +86,29 @@ def test_an_exported_run_has_the_tokenizer_of_its_folder(tmp_path):
     convert.convert(run, str(tmp_path / 'gone_out'), to='hugging_face')
   assert not (tmp_path / 'gone_out').exists()
   convert.convert(run, str(tmp_path / 'named'), to='hugging_face', tokenizer=folder)
+  # The code of the card, with a model that repeats its inputs.
+  monkeypatch.setitem(sys.modules, 'transformers', _fake_transformers())
+  names = {}
+  card = (tmp_path / 'named' / 'README.md').read_text()
+  exec(re.search('```python\n(.*?)```', card, re.DOTALL)[1], names)  # pylint: disable=exec-used
+  assert names['answer']('a text') == 'a text'
+
+
+def _fake_transformers():
+  class Tokenizer:
+    def __call__(self, text, return_tensors):
+      assert return_tensors == 'pt'
+      return {'input_ids': [text]}
+
+    def decode(self, ids, skip_special_tokens):
+      assert skip_special_tokens
+      return ids
+
+  model = types.SimpleNamespace(generate=lambda input_ids, max_new_tokens: input_ids)
+  return types.SimpleNamespace(
+    AutoModelForSeq2SeqLM=types.SimpleNamespace(from_pretrained=lambda folder: model),
+    AutoTokenizer=types.SimpleNamespace(from_pretrained=lambda folder: Tokenizer()),
+  )
 
 
 def test_the_card_names_the_task_and_the_metrics_of_the_run(tmp_path):

@@ -478,6 +478,25 @@ def test_results_without_a_row_for_each_example_are_rejected(
   )
 
 
+def test_results_that_are_no_ids_are_written(tmp_path, lines, checkpoint, monkeypatch):
+  """Predictions of a model of a user, such as a number for each example, have no end."""
+
+  def predict(self, params, batch, rng=None, **kwargs):
+    return batch['encoder_input_tokens'][:, 0] / 2, {}
+
+  monkeypatch.setattr(toy_infer.LetterModel, 'predict_batch_with_aux', predict)
+  cfg = toy_infer.text_cfg(lines)
+  written = []
+
+  def write(path, inferences, examples, mode, vocabulary):
+    written.extend(inferences[0].tolist())
+    with open(path, 'w', encoding='utf-8') as file:
+      file.writelines('{}\n' for _ in examples)
+
+  toy_infer.infer(cfg, checkpoint, tmp_path, write_fn=write)
+  assert written and {type(value) for value in written} == {float}
+
+
 def test_progress_counts_examples_and_says_how_long_it_takes():
   stream, now = io.StringIO(), [0.0]
   progress = runtime.Progress(stream=stream, clock=lambda: now[0], unit='example')
