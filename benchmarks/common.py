@@ -5,6 +5,7 @@ The speed of machines varies; a figure is only comparable relative to the matmul
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+import json
 import os
 import pathlib
 import platform
@@ -16,6 +17,10 @@ from typing import Any
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))
+
+# Variables that `start_like_commands` changes, and one that keeps their first values, since the process may restart.
+_CHANGED = ('GLIBC_TUNABLES', 'XLA_FLAGS')
+_FIRST_VALUES = 'T5X_LITE_BENCHMARK_ENVIRONMENT'
 
 
 def positive(text: str) -> int:
@@ -71,8 +76,21 @@ def start_like_commands() -> None:
   """Use huge pages and XLA's options as the commands that compute do, in a version whose commands do."""
   from t5x_lite import runtime
 
+  values = {name: os.environ[name] for name in _CHANGED if name in os.environ}
+  os.environ.setdefault(_FIRST_VALUES, json.dumps(values))
   for name in ('restart_with_huge_pages', 'compile_faster'):
     getattr(runtime, name, lambda: None)()
+
+
+def given_environment() -> dict[str, str]:
+  """Return the environment that a user gave, without the changes of `start_like_commands`."""
+  environment = dict(os.environ)
+  first_values = environment.pop(_FIRST_VALUES, None)
+  if first_values is None:
+    return environment
+  for name in _CHANGED:
+    environment.pop(name, None)
+  return {**environment, **json.loads(first_values)}
 
 
 def checkpoint_arrays(megabytes: int) -> dict:

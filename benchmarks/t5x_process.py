@@ -1,7 +1,8 @@
 """A checkout of T5X as the peer of a benchmark: `--t5x=PATH`, a separate process that is measured on request.
 
 T5X has other dependencies than this package, so it runs in a separate process, in this environment or in that of
-`--t5x_python`. The process waits while this one measures, so both are timed in turn.
+`--t5x_python`. The process waits while this one measures, so both are timed in turn. It starts as T5X's users start it:
+without the options of XLA and the huge pages that the commands of this package set, unless `--same_options`.
 """
 
 import argparse
@@ -15,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 from typing import Any
+
+import common
 
 _WORKER = pathlib.Path(__file__).with_name('t5x_worker.py')
 
@@ -39,7 +42,7 @@ def _interpreter(text: str) -> str:
 
 
 def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
-  """Return the arguments of the command line, with `t5x` and `t5x_python`, which choose a checkout of T5X."""
+  """Return the arguments of the command line, with `t5x`, `t5x_python` and `same_options`, see the module."""
   parser.add_argument(
     '--t5x', type=_checkout, metavar='PATH', help='measure this checkout of T5X as the peer'
   )
@@ -49,11 +52,16 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     metavar='PYTHON',
     help="interpreter with T5X's dependencies, by default this one; it sees PYTHONPATH as well",
   )
+  parser.add_argument(
+    '--same_options',
+    action='store_true',
+    help="T5X gets the options of XLA and the huge pages of this package's commands, which T5X does not set",
+  )
   args = parser.parse_args()
-  if args.t5x_python and not args.t5x:
-    parser.error(
-      f'argument --t5x_python: must come with --t5x, got {args.t5x_python!r} alone. Add --t5x=PATH.'
-    )
+  for name in ('t5x_python', 'same_options'):
+    value = getattr(args, name)
+    if value and not args.t5x:
+      parser.error(f'argument --{name}: must come with --t5x, got {value!r} alone. Add --t5x=PATH.')
   return args
 
 
@@ -98,19 +106,24 @@ class T5x:
       self._log = files.enter_context(
         open(folder / 'log', 'w+', encoding='utf-8', errors='replace')
       )
-      paths = [str(self._checkout), *filter(None, [os.environ.get('PYTHONPATH')])]
+      environment = dict(os.environ)
+      if not args.same_options:
+        environment = common.given_environment()
+      paths = [str(self._checkout), *filter(None, [environment.get('PYTHONPATH')])]
       self._process = subprocess.Popen(
         [self._python, str(_WORKER)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=self._log,
         text=True,
-        env={**os.environ, 'PYTHONPATH': os.pathsep.join(paths), 'TF_CPP_MIN_LOG_LEVEL': '3'},
+        env={**environment, 'PYTHONPATH': os.pathsep.join(paths), 'TF_CPP_MIN_LOG_LEVEL': '3'},
       )
       files.callback(self._end)
       self.facts = self('start', checkout=str(self._checkout), phase=phase, options=dict(options))
       self._files = files.pop_all()
     self.name = f'T5X {_commit(self._checkout)}'
+    if args.same_options:
+      self.name += ', same options'
     if self.facts['jax'] != sys.modules['jax'].__version__:
       self.name += f' with jax {self.facts["jax"]}'
 

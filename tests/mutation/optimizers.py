@@ -46,6 +46,13 @@ MUTANTS = (
     'tests/optimizers/adafactor_rule/test_update.py::test_an_update_stores_no_array_of_the_size_of_the_parameter',
   ),
   Mutant(
+    'adafactor_forgets_a_row_of_each_block',
+    't5x_lite/optimizers/adafactor_rule/update.py',
+    'for row in range(8)])',
+    'for row in range(7)])',
+    'tests/optimizers/adafactor_rule/test_update.py::test_equals_the_algorithm_matrix_by_matrix',
+  ),
+  Mutant(
     'adafactor_scales_by_stacked_parameters',
     't5x_lite/optimizers/adafactor_rule/update.py',
     'jnp.maximum(_rms(old_param, plan.averaging_dims), hp.epsilon2)',

@@ -1,8 +1,10 @@
 """The peers of the benchmarks compute the same as the package; otherwise their times would mean nothing."""
 
 import importlib.util
+import os
 import pathlib
 import re
+import subprocess
 import sys
 
 import jax
@@ -203,6 +205,44 @@ def test_a_checkout_that_cannot_run_is_an_error(monkeypatch, tmp_path, trainer, 
   )
 
 
+_PRINTS_ITS_OPTIONS = """
+import os
+raise ValueError([os.environ.get(name) for name in ('XLA_FLAGS', 'GLIBC_TUNABLES')])
+"""
+_STARTS_T5X = """
+import argparse, os, pathlib
+import common, t5x_process
+common.start_like_commands()
+ours = [os.environ.get(name) for name in ('XLA_FLAGS', 'GLIBC_TUNABLES')]
+args = argparse.Namespace(
+  t5x=pathlib.Path({checkout!r}), t5x_python=None, same_options={same_options}
+)
+try:
+  t5x_process.T5x(args, 'Checkpoint', {{}})
+except SystemExit as error:
+  print(ours)
+  print(str(error).rpartition('ValueError: ')[2].partition('. Its output')[0])
+"""
+
+
+@pytest.mark.parametrize('given', [{}, {'XLA_FLAGS': '--xla_cpu_enable_fast_math=false'}])
+@pytest.mark.parametrize('same_options', [False, True])
+def test_a_checkout_starts_without_our_options(tmp_path, given, same_options):
+  checkout = _fake_checkout(tmp_path / 'checkout', trainer=_PRINTS_ITS_OPTIONS)
+  script = tmp_path / 'script.py'
+  script.write_text(_STARTS_T5X.format(checkout=str(checkout), same_options=same_options))
+  names = ('XLA_FLAGS', 'GLIBC_TUNABLES', 'T5X_LITE_RESTARTED_PROCESS')
+  environment = {name: value for name, value in os.environ.items() if name not in names}
+  environment |= {**given, 'PYTHONPATH': str(_BENCHMARKS)}
+  shown = subprocess.run(
+    [sys.executable, script], env=environment, capture_output=True, text=True, timeout=120
+  )
+  ours, theirs = shown.stdout.splitlines()
+  expected = str([given.get('XLA_FLAGS'), None])
+  assert ours != expected
+  assert theirs == (ours if same_options else expected), shown
+
+
 def test_without_a_checkout_the_peer_is_named_rebuilt(monkeypatch, capsys):
   _run(
     monkeypatch,
@@ -398,6 +438,11 @@ def test_scripts_explain_themselves(monkeypatch, capsys, script):
       "argument --t5x_python: must be a Python interpreter, got 'no_python'.",
     ),
     ('decode', ['--t5x_python', sys.executable], 'argument --t5x_python: must come with --t5x'),
+    (
+      'decode',
+      ['--same_options'],
+      'argument --same_options: must come with --t5x, got True alone.',
+    ),
     ('decode', ['--beams', '0'], "argument --beams: got '0'; expected an integer of at least 1"),
     (
       'profile_step',

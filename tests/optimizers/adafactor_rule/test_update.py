@@ -41,6 +41,11 @@ def _reference(
     ((5, 3, 7), 'RBC'),
     ((3, 6, 2, 4), 'BRCC'),
     ((2, 4, 3, 2, 5), 'CRBRC'),
+    # On a CPU, wide matrices with a multiple of 64 rows are summed in blocks of rows.
+    ((64, 16384), 'RC'),
+    ((192, 16390), 'RC'),
+    ((20, 16384), 'RC'),
+    ((16384, 64), 'RC'),
   ],
 )
 def test_equals_the_algorithm_matrix_by_matrix(shape, rule):
@@ -379,14 +384,16 @@ def test_decay_of_the_second_moment():
   np.testing.assert_allclose(mixing(3, step_offset=100), 1.0, rtol=1e-6)
 
 
-@pytest.mark.parametrize('shape', [(256, 512), (512, 256)])
-def test_an_update_stores_no_array_of_the_size_of_the_parameter(shape):
+@pytest.mark.parametrize(
+  'shape, share', [((256, 512), 0.1), ((512, 256), 0.1), ((512, 16384), 0.13)]
+)
+def test_an_update_stores_no_array_of_the_size_of_the_parameter(shape, share):
   optimizer = adafactor.Adafactor().create({'p': jnp.ones(shape)})
   update = jax.jit(
     lambda optimizer, grads: optimizer.apply_gradient(grads, learning_rate=0.1), donate_argnums=0
   )
   program = update.lower(optimizer, optimizer.target).compile()
-  assert program.memory_analysis().temp_size_in_bytes < 0.1 * optimizer.target['p'].nbytes
+  assert program.memory_analysis().temp_size_in_bytes < share * optimizer.target['p'].nbytes
 
 
 @pytest.mark.parametrize('bad', [np.nan, np.inf])
