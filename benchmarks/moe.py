@@ -1,15 +1,17 @@
 """Mixture of Experts: cost and memory of an expert layer relative to a dense MLP of equal active operations.
 
     python benchmarks/moe.py [--num_experts 4 16 64] [--num_selected 1 2] [--runs 9] [--quick]
-        [--tables cost variants routing model] [--model_experts 8 32 64]
+        [--tables cost products variants routing model] [--model_experts 8 32 64]
 
 A layer is its router with both losses, dispatch, experts and the weighted sum, forward and backward, in float32 unless
 said. Its peer is an MLP whose hidden dim is that of an expert times the choices of a token: the operations that the
 layer must do. All of a table's row run in turn, `--runs` times after two that do not count; times are the process's
 CPU time, and a ratio is that of the medians. Capacity forms have a factor of 1.25; the one-hot form has groups of 256
-tokens, the others one of all. The table `routing` compares uneven with even routing in turn; its ratios are medians of
-those of pairs. The table `model` has the training step, by the clock, of recipes/keyword_cloze_moe.gin
-and of its dense twin, recipes/keyword_cloze.gin. The row `2048^3 matmul` says what the machine could do in this run.
+tokens, the others one of all. The table `products` has the six matrix products of even loads alone, each one call for
+all experts: a form of dispatch is hardly faster than these. The table `routing` compares uneven with even routing in
+turn; its ratios are medians of those of pairs. The table `model` has the training step, by the clock, of
+recipes/keyword_cloze_moe.gin and of its dense twin, recipes/keyword_cloze.gin. The row `2048^3 matmul` says what the
+machine could do in this run.
 """
 
 import argparse
@@ -37,6 +39,17 @@ class Case:
 
 _METHODS = ('grouped', 'capacity', 'einsum')
 _CAPACITY_FACTOR = 1.25
+# Products of an MLP with kernels [experts, width, hidden] and [experts, hidden, width] on [experts, rows, width]:
+# forward, gradients of rows, gradients of kernels.
+_PRODUCTS = (
+  'ecd,edf->ecf',
+  'ecf,efd->ecd',
+  'ecd,efd->ecf',
+  'ecf,edf->ecd',
+  'ecd,ecf->edf',
+  'ecf,ecd->efd',
+)
+_TABLES = ('cost', 'products', 'variants', 'routing', 'model')
 # Sequences and tokens of inputs and of targets in the table of models.
 _MODEL_BATCH = (64, 64)
 
@@ -165,6 +178,36 @@ def _run_in_turn(calls, x, weights, num_runs):
   return seconds
 
 
+def measure_products(case, num_runs):
+  """Return (CPU seconds of the six products of all experts, of the dense peer), sums of medians."""
+  import jax
+  import jax.numpy as jnp
+
+  num_rows = case.num_tokens * case.num_selected // case.num_experts
+  shapes = {
+    'experts': (case.num_experts, num_rows, case.hidden),
+    'dense': (1, case.num_tokens, case.hidden * case.num_selected),
+  }
+  calls = {}
+  for name, (num_matrices, rows, hidden) in shapes.items():
+    sizes = {'e': num_matrices, 'c': rows, 'd': case.width, 'f': hidden}
+    for equation in _PRODUCTS:
+      operands = [
+        jax.random.normal(jax.random.key(i), [sizes[dim] for dim in dims])
+        for i, dims in enumerate(equation.partition('->')[0].split(','))
+      ]
+      program = jax.jit(functools.partial(jnp.einsum, equation)).lower(*operands).compile()
+      calls[name, equation] = (
+        lambda operands, x, weights, program=program: program(*operands),
+        operands,
+      )
+  medians = {
+    key: statistics.median(seconds)
+    for key, seconds in _run_in_turn(calls, None, None, num_runs).items()
+  }
+  return tuple(sum(medians[name, equation] for equation in _PRODUCTS) for name in shapes)
+
+
 def measure_routing(case, method, exponents, num_runs):
   """Return {exponent of Zipf's law: CPU seconds of each run} of a layer whose loads have this law."""
   layer, _, x, weights = make_arrays(case)
@@ -204,6 +247,20 @@ def _cost(args, shape):
     'Expert layer: CPU time over that of the dense MLP, and temporaries',
     rows,
     ('experts', 'choices', *_header(args.methods)),
+  )
+
+
+def _products(args, shape):
+  """Print the CPU time of the products alone over that of the dense peer's."""
+  rows = []
+  for num_selected in args.num_selected:
+    for num_experts in args.num_experts:
+      experts, dense = measure_products(Case(*shape, num_experts, num_selected), args.runs)
+      rows.append((num_experts, num_selected, f'{1000 * dense:.0f}', f'{experts / dense:.2f}'))
+  common.print_table(
+    'Matrix products alone: CPU time over that of the dense MLP',
+    rows,
+    ('experts', 'choices', 'dense, CPU ms', 'experts / dense'),
   )
 
 
@@ -324,8 +381,8 @@ def main() -> None:
   parser.add_argument(
     '--tables',
     nargs='+',
-    choices=('cost', 'variants', 'routing', 'model'),
-    default=['cost', 'variants', 'routing', 'model'],
+    choices=_TABLES,
+    default=_TABLES,
   )
   parser.add_argument(
     '--variant_experts',
@@ -349,6 +406,8 @@ def main() -> None:
   rates = [common.matmul_gflops()]
   if 'cost' in args.tables:
     _cost(args, shape)
+  if 'products' in args.tables:
+    _products(args, shape)
   if 'variants' in args.tables:
     _variants(args, shape)
   if 'routing' in args.tables:
