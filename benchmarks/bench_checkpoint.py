@@ -22,7 +22,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--megabytes', type=common.positive, default=286, help='MiB of float32 state')
   parser.add_argument('--runs', type=common.positive, default=5)
-  args = t5x_process.parse_args(parser)
+  args = t5x_process.parse_args(parser, has_options=False)
   import jax
   import numpy as np
 

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_train_step.py [--layers 8] [--batch 8] [--inputs 128] [--targets 64] [--remat none]
         [--scan] [--layout t5] [--dtype float32] [--optimizer adafactor] [--num_devices 1] [--steps 5]
-        [--compile_only] [--sweep layers 8 16 32] [--t5x PATH [--t5x_python PYTHON]]
+        [--compile_only] [--sweep layers 8 16 32] [--t5x PATH [--t5x_python PYTHON] [--same_options]]
 
 The default is the 77 M-parameter T5 1.1 small (8+8 layers, width 512, 6 heads of 64, mlp 1024, vocabulary 32128). The
 step is that of `Trainer`. A peer takes steps in turn with it: with `--t5x`, T5X's own step from a checkout; otherwise

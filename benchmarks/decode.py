@@ -2,7 +2,7 @@
 
     python benchmarks/decode.py [--layers 8] [--batch 8] [--inputs 128] [--tokens 64] [--beams 4] [--repeats 5]
         [--layout t5] [--dtype float32] [--weights bfloat16] [--only greedy 'beam search, 1']
-        [--t5x PATH [--t5x_python PYTHON]] [--constraints | --labels 10 100 1000]
+        [--t5x PATH [--t5x_python PYTHON] [--same_options]] [--constraints | --labels 10 100 1000]
 
 The default is the 77 M-parameter T5 1.1 small (8+8 layers, width 512, 6 heads of 64, mlp 1024, vocabulary 32128) with
 random parameters. A decoding is `predict_batch_with_aux`, encoder included, with an end token that never occurs: all

@@ -41,8 +41,13 @@ def _interpreter(text: str) -> str:
   return os.path.abspath(found)
 
 
-def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
-  """Return the arguments of the command line, with `t5x`, `t5x_python` and `same_options`, see the module."""
+def parse_args(parser: argparse.ArgumentParser, has_options: bool = True) -> argparse.Namespace:
+  """Return the arguments of the command line, with `t5x`, `t5x_python` and `same_options`, see the module.
+
+  Args:
+    parser: parser with the script's own arguments.
+    has_options: False for a script without `common.start_like_commands`, which has no options to give to T5X.
+  """
   parser.add_argument(
     '--t5x', type=_checkout, metavar='PATH', help='measure this checkout of T5X as the peer'
   )
@@ -52,11 +57,14 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     metavar='PYTHON',
     help="interpreter with T5X's dependencies, by default this one; it sees PYTHONPATH as well",
   )
-  parser.add_argument(
-    '--same_options',
-    action='store_true',
-    help="T5X gets the options of XLA and the huge pages of this package's commands, which T5X does not set",
-  )
+  if has_options:
+    parser.add_argument(
+      '--same_options',
+      action='store_true',
+      help="T5X gets the options of XLA and the huge pages of this package's commands, which T5X does not set",
+    )
+  else:
+    parser.set_defaults(same_options=False)
   args = parser.parse_args()
   for name in ('t5x_python', 'same_options'):
     value = getattr(args, name)

@@ -438,6 +438,7 @@ def test_scripts_explain_themselves(monkeypatch, capsys, script):
       "argument --t5x_python: must be a Python interpreter, got 'no_python'.",
     ),
     ('decode', ['--t5x_python', sys.executable], 'argument --t5x_python: must come with --t5x'),
+    ('bench_checkpoint', ['--same_options'], 'unrecognized arguments: --same_options'),
     (
       'decode',
       ['--same_options'],
